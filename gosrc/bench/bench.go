@@ -1,8 +1,8 @@
 // Package bench measures what users want to know about a machine: compression ratios, and how fast weights are saved
 // and loaded, to the host or to a GPU. In the same run it measures the limits of memory, files and the PCIe link.
 //
-// Every load goes through the engine, from the page cache to fresh memory. Bytes are compared before any time is
-// measured. GB/s are 10^9 bytes of tensors, not of files, per second.
+// Every load goes through the engine, from the page cache into newly allocated memory. Bytes are compared before any
+// time is measured. GB/s are 10^9 bytes of tensors, not of files, per second.
 package bench
 
 import (
@@ -52,7 +52,6 @@ var kinds = []struct{ kind, name string }{
 // sampleBytes is the size of the weights for the measurement of ratios.
 const sampleBytes = 64 << 20
 
-// run is the state of one run.
 type run struct {
 	Options // all defaults are filled in
 	ctx     context.Context

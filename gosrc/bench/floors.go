@@ -182,7 +182,6 @@ func (r *run) rateOfReading(x Reading) (float64, error) {
 	return r.medianRate(x.Hi-x.Lo, func() error { return x.Run(r.ctx) })
 }
 
-// readAt fills p with the bytes at off.
 func readAt(f *os.File, p []byte, off int64) error {
 	if _, err := f.ReadAt(p, off); err != nil {
 		return errs.New(errs.ErrIO, "%v", err)
@@ -215,7 +214,7 @@ func runParallel(workers int, n, step int64, fn func(worker int, lo, hi int64) e
 	return nil
 }
 
-// cpuName returns the kernel's name of the processor.
+// cpuName returns the kernel's name for the processor.
 func cpuName() string {
 	b, _ := os.ReadFile("/proc/cpuinfo")
 	for line := range strings.Lines(string(b)) {

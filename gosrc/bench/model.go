@@ -30,7 +30,7 @@ func Inputs(all []weights.Tensor) (in []save.Input, total int64) {
 	return in, total
 }
 
-// makeWeights generates weights of a kind.
+// makeWeights generates weights as inputs of a save, and returns their total bytes.
 func (r *run) makeWeights(kind string, size int64, seed uint64) (in []save.Input, total int64, err error) {
 	all, err := weights.Make(weights.Options{Kind: kind, Size: size, Seed: seed, Threads: r.Threads})
 	if err != nil {
@@ -40,7 +40,7 @@ func (r *run) makeWeights(kind string, size int64, seed uint64) (in []save.Input
 	return in, total, nil
 }
 
-// loadFile loads a whole file to fresh memory of the options' device, without memory-mapping it. It calls fn, if not
+// loadFile loads a whole file into new memory on opt's device. It does not memory-map the file. It calls fn, if not
 // nil, with each tensor's bytes, and frees the memory. fn must be nil for a GPU.
 func (r *run) loadFile(path string, opt load.Options, fn func(*load.Model, [][]byte) error) error {
 	isMapped := false
@@ -90,7 +90,7 @@ func (r *run) compareLoaded(path string, in []save.Input) error {
 	})
 }
 
-// readTensors loads a file's tensors to Go memory.
+// readTensors loads a file's tensors into Go memory.
 func (r *run) readTensors(path string) (in []save.Input, err error) {
 	err = r.loadFile(path, load.Options{}, func(m *load.Model, data [][]byte) error {
 		for i, t := range m.Index().Tensors {

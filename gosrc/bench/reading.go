@@ -28,7 +28,7 @@ type Reading struct {
 }
 
 const (
-	// ReadStep fits a core's L2 cache. With smaller steps, calls take more time than the cache saves: 1 MiB reaches
+	// ReadStep fits in a core's L2 cache. With smaller steps, calls take more time than the cache saves: 1 MiB reaches
 	// only three quarters of this rate.
 	ReadStep = 2 << 20
 	// SlotsEach lets a thread read while its previous steps are copied to the GPU.

@@ -69,10 +69,9 @@ func (r *run) addRow(row Row) {
 	}
 }
 
-// pathOf returns the path of a file of this run.
 func (r *run) pathOf(name string) string { return filepath.Join(r.folder, name) }
 
-// stopError returns the error of a cancelled run.
+// stopError returns the error of a cancelled run, or nil.
 func (r *run) stopError() error {
 	if r.ctx.Err() != nil {
 		return errs.New(errs.ErrCancelled, "by the caller")

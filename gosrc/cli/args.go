@@ -132,7 +132,7 @@ func findVerb(name string) *verb {
 	return nil
 }
 
-// elsewhere maps words that people try as commands to what they should write instead.
+// elsewhere maps words that people try as commands to the text that they should write instead.
 var elsewhere = map[string]string{
 	"apply":     "overwire.apply_delta in Python",
 	"benchmark": "overwire bench",
@@ -356,8 +356,8 @@ func (c *call) size(name string) int64 {
 // threads returns --threads, or OVERWIRE_THREADS; 0 means all cores.
 func (c *call) threads() int { return c.number("threads", knob.Threads.Get()) }
 
-// Options say where a key or password is, and never contain the secret itself, because
-// other users of the machine can read command lines.
+// Options name the place of a key or password. They never contain the secret itself, because other users of the machine
+// can read command lines.
 var (
 	decryptOptions = []option{
 		{name: "decrypt-key", value: "FROM",
@@ -370,7 +370,7 @@ var (
 	}
 )
 
-// keys reads the key or password that the options with this prefix name, and returns it as engine settings.
+// keys reads the key or password named by the options with this prefix, and returns it as engine settings.
 func (c *call) keys(prefix string) (map[string]string, error) {
 	name, wrong, read := prefix+"-key", "must contain 32 bytes or 64 hex digits", tensorizer.KeySettings
 	from, isGiven := c.opts[name]

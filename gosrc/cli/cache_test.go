@@ -18,17 +18,17 @@ func TestCache(t *testing.T) {
 		}
 	}
 	if out := must(t, "cache", "list", folder); !strings.Contains(out, name) || !strings.Contains(out, "1 file, 1.0 kB kept") {
-		t.Errorf("list says %q", out)
+		t.Errorf("list printed %q", out)
 	}
 	if out := must(t, "cache", "clear", folder); !strings.Contains(out, "3 files, 3.0 kB removed") {
-		t.Errorf("clear says %q", out)
+		t.Errorf("clear printed %q", out)
 	}
 	left, err := os.ReadDir(folder)
 	if err != nil || len(left) != 3 {
 		t.Errorf("left: %v, %v", left, err)
 	}
 	if out := must(t, "cache", "list", filepath.Join(folder, "none")); !strings.Contains(out, "0 files") {
-		t.Errorf("list of no folder says %q", out)
+		t.Errorf("list of a missing folder printed %q", out)
 	}
 	t.Setenv("OVERWIRE_PREPARED", folder)
 	if status, _, _ := overwire("cache", "remove"); status != ExitUsage {

@@ -58,8 +58,8 @@ type Env struct {
 	Storage       source.Options // store options from the environment; --storage adds to them
 	// Secrets are the environment variables that arguments can name as env:NAME.
 	Secrets map[string]string
-	// Kinds are the kinds of files that were converted for a command, by the URIs of reports. Reports then show the
-	// kind as the file's format.
+	// Kinds maps the URI of a copy that was converted for this command to the kind of the original file. Reports show
+	// that kind as the file's format.
 	Kinds map[string]string
 }
 
@@ -223,12 +223,12 @@ func failed(stderr, stdout io.Writer, asJSON bool, err error) int {
 // An interruption is the error of a command that the user has cancelled.
 type interruption struct {
 	error
-	left string // says what the command has written
+	left string // which files the command has written
 }
 
 func (i *interruption) Unwrap() error { return i.error }
 
-// interrupted adds to a cancellation error what the command has left on disk.
+// interrupted adds a list of the files that the command has written to a cancellation error.
 func (c *call) interrupted(err error) error {
 	if err == nil || status(err) != ExitInterrupted {
 		return err
@@ -238,7 +238,7 @@ func (c *call) interrupted(err error) error {
 	switch _, writes := c.opts["output"]; {
 	case errors.As(err, &part):
 		remainder = "; written before that: " + errs.OneLine(strings.Join(part.Files, ", "))
-	case writes && c.verb.name != "fetch": // fetch's error says what it has kept
+	case writes && c.verb.name != "fetch": // fetch's error lists what it has kept
 		remainder = "; nothing was written"
 	}
 	return &interruption{err, remainder}

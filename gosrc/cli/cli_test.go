@@ -180,10 +180,10 @@ func TestRoundTrip(t *testing.T) {
 		small, back := filepath.Join(dir, "-small.safetensors"), filepath.Join(dir, "back.safetensors")
 		must(t, "compress", "--output="+small, plain)
 		if out := must(t, "verify", "--", small); !strings.Contains(out, "contents verified") {
-			t.Errorf("%s: verify says %q", kind, out)
+			t.Errorf("%s: verify printed %q", kind, out)
 		}
 		if out := must(t, "inspect", small, plain); !strings.Contains(out, "X16/") || !strings.Contains(out, "plain") {
-			t.Errorf("%s: inspect says %q", kind, out)
+			t.Errorf("%s: inspect printed %q", kind, out)
 		}
 		must(t, "decompress", small, "-o", back)
 		a, err := os.ReadFile(plain)
@@ -212,7 +212,7 @@ func TestRoundTrip(t *testing.T) {
 		}
 		must(t, "compress", plain, "-o", back, "--force", "--level", "smaller")
 		if out := must(t, "inspect", back); !strings.Contains(out, "planes/") {
-			t.Errorf("%s: at level smaller, inspect says %q", kind, out)
+			t.Errorf("%s: at level smaller, inspect printed %q", kind, out)
 		}
 	}
 }
@@ -293,7 +293,7 @@ func TestLoad(t *testing.T) {
 	// One worker may do all of the work.
 	if out := must(t, "inspect", trace, "--html", page); !strings.Contains(out, page) ||
 		!regexp.MustCompile(` of [23] workers and queues`).MatchString(out) {
-		t.Errorf("inspect of the trace says %s", out)
+		t.Errorf("inspect of the trace printed %s", out)
 	}
 	if b, err := os.ReadFile(page); err != nil || !strings.Contains(string(b), "worker ") {
 		t.Errorf("the page of the trace: %v", err)
@@ -324,7 +324,7 @@ func TestLoad(t *testing.T) {
 	}
 }
 
-// The text output says what was gained, and gives no rate for bytes that were not read.
+// The text output shows what was gained, and gives no rate for bytes that were not read.
 func TestAnswers(t *testing.T) {
 	for _, c := range []struct {
 		in, out int64
@@ -340,10 +340,10 @@ func TestAnswers(t *testing.T) {
 	}
 	plain := made(t, "llama-bf16")
 	if out := must(t, "load", plain); !strings.Contains(out, "mapped, not read") || strings.Contains(out, "GB/s") {
-		t.Errorf("load says %q", out)
+		t.Errorf("load printed %q", out)
 	}
 	if out := must(t, "verify", plain); strings.Contains(out, "GB/s") {
-		t.Errorf("verify says %q", out)
+		t.Errorf("verify printed %q", out)
 	}
 }
 
@@ -538,6 +538,6 @@ func TestFolderOfANameWithoutAnEnding(t *testing.T) {
 	must(t, "decompress", dir+"/folder", "-o", dir+"/back.safetensors")
 	want, _ := os.ReadFile(plain)
 	if got, err := os.ReadFile(dir + "/back.safetensors"); err != nil || !bytes.Equal(got, want) {
-		t.Error("decompress restored other bytes", err)
+		t.Error("decompress restored different bytes", err)
 	}
 }

@@ -94,8 +94,8 @@ func (c *call) diff() error {
 	return err
 }
 
-// openBoth opens the two models. A key is used only for encrypted models. A key is an
-// error if neither model is encrypted.
+// openBoth opens the two models. A key is used only for encrypted models. If there is a key but neither model is
+// encrypted, openBoth returns an error.
 func (c *call) openBoth() (models [2]*load.Model, err error) {
 	keyless := c.storage
 	keyless.Decrypt = nil

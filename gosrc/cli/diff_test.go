@@ -40,7 +40,7 @@ func TestInspectFilter(t *testing.T) {
 	}
 }
 
-// diff --limit lists the tensors that changed most and says how many it omits. --json lists all.
+// diff --limit lists the tensors that changed most and prints how many it omits. --json lists all.
 func TestDiffLimit(t *testing.T) {
 	a := made(t, "llama-bf16")
 	b := filepath.Join(t.TempDir(), "b.safetensors")

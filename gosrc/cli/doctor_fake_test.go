@@ -74,7 +74,7 @@ func TestDoctorFake(t *testing.T) {
 	}
 }
 
-// doctor says whether a model fits. If not, it says how an offload would run it with a fifth of the GPU free.
+// doctor reports whether a model fits. If not, it shows how an offload would run it with a fifth of the GPU free.
 func TestDoctorOfModelsFake(t *testing.T) {
 	path := layered(t)
 	for bytes, want := range map[int64]string{

@@ -17,7 +17,7 @@ import (
 
 // GPU is doctor's report on CUDA.
 type GPU struct {
-	// Reason says why no GPU can be used; "" if one can.
+	// Reason explains why no GPU can be used; "" if one can.
 	Reason  string      `json:"reason,omitempty"`
 	Driver  string      `json:"driver,omitempty"` // the kernel module's version: "580.159.03"
 	CUDA    string      `json:"cuda,omitempty"`   // the CUDA version that the driver supports: "13.0"
@@ -27,12 +27,12 @@ type GPU struct {
 // A GPUDevice describes one GPU, and how overwire would use it.
 type GPUDevice struct {
 	driver.DeviceInfo
-	// Kernels is the kernel code for this GPU: "sm_90", or "PTX", which the driver compiles
-	// at first use. If it is "", no code fits, and Unusable says why.
+	// Kernels is the kernel code for this GPU: "sm_90", or "PTX", which the driver compiles at first use. If it is "",
+	// no code fits, and Unusable explains why.
 	Kernels  string `json:"kernels,omitempty"`
 	Unusable string `json:"unusable,omitempty"`
-	// Unplaced says why slots or readers cannot be placed on the GPU's NUMA node. It is ""
-	// if they can be placed there, or if the host has only one node.
+	// Unplaced explains why slots or readers cannot be placed on the GPU's NUMA node. It is "" if they can be placed
+	// there, or if the host has only one node.
 	Unplaced string `json:"unplaced,omitempty"`
 	// Wire is the measured rate of pinned copies to the GPU in GB/s; 0 means not measured.
 	Wire float64 `json:"wire,omitempty"`

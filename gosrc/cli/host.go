@@ -35,11 +35,11 @@ full, the least recently used entries that no process uses are removed.
   list           shows what is in memory
   put SRC...     puts files or folders into memory now
   drop NAME      removes an entry; the first digits of its name are enough
-  budget [SIZE]  shows or changes the most memory that the store takes`,
+  budget [SIZE]  shows or changes the memory limit of the store`,
 	example: "overwire host --budget 200GB &\noverwire host put models/llama\noverwire host list",
 	options: []option{
 		{name: "budget", value: "SIZE", size: true,
-			doc: "most memory for models (default: half of the memory that is available at the start)"},
+			doc: "memory limit for models (default: half of the memory that is available at the start)"},
 		{name: "socket", value: "PATH",
 			doc: "socket of the store (default: OVERWIRE_HOST, or host.sock in $XDG_RUNTIME_DIR/overwire, " +
 				"or else in overwire-UID in /tmp)"},
@@ -157,7 +157,7 @@ func dropHost(c *call, ctx context.Context, client *hoststore.Client) error {
 		}
 	}
 	if len(names) != 1 {
-		return errs.New(errs.ErrNotFound, "%d entries fit the name %s; see overwire host list", len(names),
+		return errs.New(errs.ErrNotFound, "%d entries match the name %s; see overwire host list", len(names),
 			safe(c.args[1]))
 	}
 	n, err := client.Drop(ctx, names[0])

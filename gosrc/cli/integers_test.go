@@ -120,8 +120,8 @@ func small() []byte {
 	return b
 }
 
-// No integer in a file's header causes worse than a typed error. No command reports an internal bug, and the engine
-// still works afterwards.
+// No integer in a file's header causes anything worse than a typed error. No command reports an internal bug, and the
+// engine still works afterwards.
 func TestIntegers(t *testing.T) {
 	dir := t.TempDir()
 	path := func(name string) string { return filepath.Join(dir, name) }

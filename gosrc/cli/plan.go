@@ -81,7 +81,7 @@ type Model struct {
 	GPUs  []ModelFit `json:"gpus"`
 }
 
-// A ModelFit says how a model runs on one GPU.
+// A ModelFit describes how a model would run on one GPU.
 type ModelFit struct {
 	Index int `json:"index"`
 	// Fits means that the weights leave a fifth of the GPU for activations.

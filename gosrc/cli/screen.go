@@ -22,9 +22,9 @@ import (
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 )
 
-// ExitPipe is the exit status if the reader of standard output or standard error closes the
-// pipe, as in `overwire ... | head`. By default, SIGPIPE would kill a Go program there, possibly
-// with half-written files. Here the command cleans up first, and the caller ends the process.
+// ExitPipe is the exit status if the reader of standard output or standard error closes the pipe, as in `overwire ... |
+// head`. By default, SIGPIPE would then kill a Go program, which could leave half-written files. overwire cleans up
+// first, and the caller ends the process.
 const ExitPipe = 128 + int(syscall.SIGPIPE)
 
 // readers records whether a reader of the command's output has closed its pipe.
@@ -69,7 +69,8 @@ func (s screen) Write(p []byte) (int, error) {
 	return len(p), nil
 }
 
-// unwrapWriter returns the writer under a screen, which does not escape text.
+// unwrapWriter returns the Writer inside a screen. That Writer does not escape text. Other writers are returned
+// unchanged.
 func unwrapWriter(w io.Writer) io.Writer {
 	if s, ok := w.(screen); ok {
 		return s.Writer

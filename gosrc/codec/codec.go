@@ -52,7 +52,8 @@ func Decode(dst, src []byte, c tensor.Chunk) error {
 			return errs.New(errs.ErrCorrupt, "a raw chunk has transform %d, expected 0", c.Transform)
 		}
 		if len(dst) != len(src) {
-			return errs.New(errs.ErrCorrupt, "a raw chunk has %d stored and %d logical bytes", len(src), len(dst))
+			return errs.New(errs.ErrCorrupt, "a raw chunk has %d stored and %d logical bytes: expected equal sizes",
+				len(src), len(dst))
 		}
 		copy(dst, src)
 		return nil
@@ -64,9 +65,8 @@ func Decode(dst, src []byte, c tensor.Chunk) error {
 	return errs.New(errs.ErrNotSupported, "unknown codec %d", uint8(c.Codec))
 }
 
-// Use selects the decoder by name: "scalar", "neon", "avx2" or "avx512". For any other name, or one that the machine
-// does not support, it selects the best available decoder. It must be called at the start of the process, because it
-// must not run concurrently with Decode.
+// Use selects the decoder: "scalar", "neon", "avx2" or "avx512". A name that is unknown, or that the machine does not
+// support, selects the best decoder. Use must not run concurrently with Decode.
 func Use(name string) {
 	level, ok := map[string]x16.Level{"scalar": x16.Scalar, "neon": x16.NEON, "avx2": x16.AVX2,
 		"avx512": x16.AVX512}[name]
@@ -111,7 +111,7 @@ func Names(chunks []tensor.Chunk) string {
 	return strings.Join(names, "+") + raw
 }
 
-// worth limits codec 6: it must save 1/worth of the chunk compared with X16, which is faster and decodes on a GPU.
+// worth limits codec 6: it must save 1/worth of the chunk compared with X16, which decodes faster, even on GPUs.
 const worth = 1024
 
 // Ways holds the transform to try for each codec. 0 means that the codec is not tried.

@@ -11,7 +11,7 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// Decode follows the chunk record, and refuses a record that does not fit its buffers or is not supported.
+// Decode follows the chunk record, and refuses a record that is not supported or whose sizes differ from its buffers.
 func TestDecode(t *testing.T) {
 	src := bytes.Repeat([]byte{0x12, 0x3f, 0x80, 0x3e}, 1<<12)
 	var e x16.Encoder
@@ -35,7 +35,7 @@ func TestDecode(t *testing.T) {
 			tensor.Chunk{Stored: m, Logical: n, Codec: 1, Transform: 9, SegTiles: st}, errs.ErrCorrupt},
 		{"no tiles per segment", packed, tensor.Chunk{Stored: m, Logical: n, Codec: 1, Transform: 1}, errs.ErrCorrupt},
 		{"a reserved codec", src, tensor.Chunk{Stored: n, Logical: n, Codec: 2}, errs.ErrNotSupported},
-		{"a record of another size", src, tensor.Chunk{Stored: n, Logical: n - 1}, errs.ErrArgument},
+		{"a record of a different size", src, tensor.Chunk{Stored: n, Logical: n - 1}, errs.ErrArgument},
 	} {
 		dst := make([]byte, len(src))
 		if err := Decode(dst, c.src, c.rec); !errors.Is(err, c.want) || c.want == nil && !bytes.Equal(dst, src) {

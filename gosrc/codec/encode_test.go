@@ -95,7 +95,7 @@ func TestEncodeTakesTheShortest(t *testing.T) {
 	}
 }
 
-// Data may be shorter as bytes if its period is not a multiple of the element size.
+// Data whose period is not a multiple of the element size may be shorter if it is encoded as bytes.
 func TestEncodeTriesBytes(t *testing.T) {
 	row := make([]byte, 1001) // not a multiple of an element
 	for i := range row {

@@ -120,8 +120,8 @@ func TestEveryKnownPair(t *testing.T) {
 	}
 }
 
-// A record that does not fit its buffers is an argument error with every codec, and nothing is written. An unknown
-// codec is reported as not supported.
+// With every codec, a record whose sizes differ from its buffers gives an argument error, and nothing is written. An
+// unknown codec is reported as not supported.
 func TestRecordsThatDoNotFit(t *testing.T) {
 	for codec := range 256 {
 		for _, sizes := range [][4]uint32{{4, 4, 5, 4}, {4, 4, 4, 5}, {4, 4, 0, 4}, {4, 4, 4, 0}, {0, 0, 1, 0},

@@ -34,14 +34,14 @@ var OtherWeights = []string{
 	".pkl", ".pt", ".pth", ".tensors", ".tflite",
 }
 
-// A Folder says where to look for auxiliary files.
+// A Folder describes where to look for auxiliary files.
 type Folder struct {
 	Path string
 	// Root is the folder that links may lead into; "" means Path.
 	Root string
 	// Avoid is the folder that is being written. If it is Path, there are no files to copy.
 	Avoid string
-	// Below says that the caller handles the subfolders of Path.
+	// Below means that the caller handles the subfolders of Path.
 	Below bool
 	// Open opens the files of a remote folder. Files lists the files in the folder and its subfolders.
 	Open  func(ctx context.Context, uri string) (source.Source, error)

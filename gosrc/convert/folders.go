@@ -70,8 +70,9 @@ func makeFolder(to save.Target) (made string, err error) {
 	return made, err
 }
 
-// refuseOthers refuses a folder that contains weights with other names than ours, because it would then be opened as
-// two models. A folder that is converted onto itself is allowed; if it is local, only if its files are not renamed.
+// refuseOthers refuses a folder that contains weights under names that this conversion does not write, because the
+// folder would then be opened as two models. A folder may be converted onto itself; a local one only if its files are
+// not renamed.
 func refuseOthers(ctx context.Context, to save.Target, src []string, renamed bool, ours map[string]bool,
 	opt source.Options) error {
 	others := func(name string) error {

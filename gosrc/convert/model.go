@@ -14,7 +14,6 @@ import (
 	"github.com/overwire/overwire/gosrc/stored"
 )
 
-// convertModel converts all files of one model.
 func convertModel(ctx context.Context, c *conversion, src []string, to save.Target, in branch) (save.Report, error) {
 	access := readingAccess(c, to)
 	// files are converted one by one, so include tensors that an index.json does not list

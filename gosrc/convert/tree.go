@@ -54,13 +54,13 @@ func convertTree(ctx context.Context, c *conversion, folder stored.Folder, to sa
 }
 
 // A Partial is the error of a conversion that failed after it had written some models to a folder. The folder was not
-// empty before, so these files stay.
+// empty before, so these files remain.
 type Partial struct {
 	error
 	Files []string
 }
 
-// Error says why the conversion failed, and which files were written.
+// Error returns why the conversion failed, and which files were written.
 func (p *Partial) Error() string {
 	return p.error.Error() + "; written before that: " + strings.Join(p.Files, ", ")
 }

@@ -34,8 +34,8 @@ type Target struct {
 	Stream uintptr
 }
 
-// A Report says what was written or applied. Bytes counts tensor bytes. Stored counts the bytes of the written file
-// or of the applied chunks.
+// A Report describes what was written or applied. Bytes counts tensor bytes. Stored counts the bytes of the written
+// file or of the applied chunks.
 type Report struct {
 	Tensors int      `json:"tensors"`
 	Changed int      `json:"changed"` // tensors that changed
@@ -115,11 +115,12 @@ type applier interface {
 }
 
 // Apply applies a chain to targets, with the given number of workers. Targets that are in no file are not changed.
-// Names without a target are errs.ErrArgument, unless missing is set.
+// Names without a target give errs.ErrArgument, unless missing is set.
 //
 // Before Apply changes the first byte, it compares the digests of all tensors with the base of the chain. A different
-// digest is errs.ErrBase. After the change it compares digests again, and undoes the change if one is wrong. An error
-// after the first change says which state the tensors are in. Once the change begins, ctx has no effect.
+// digest gives errs.ErrBase. After the change it compares digests again, and undoes the change if one is wrong. An
+// error after the first change lists which tensors have old and new values, and which must be loaded again. Once the
+// change begins, ctx has no effect.
 func Apply(ctx context.Context, chain []*File, targets []Target, missing bool, workers int, part Part) (r Report,
 	err error) {
 	if part != Whole && part != Check && part != Change && part != Undo {
@@ -369,7 +370,6 @@ func undoChange(ctx context.Context, appliers []applier, again int, of [][]step,
 	return fmt.Errorf("%w (%s)", err, strings.Join(sentences, "; "))
 }
 
-// viewsOf returns views of the steps' tensors.
 func viewsOf(steps []step) []digest.View {
 	all := make([]digest.View, len(steps))
 	for i := range steps {

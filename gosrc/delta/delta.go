@@ -104,8 +104,8 @@ func (f *File) name() string {
 	return errs.RedactURI(f.URI)
 }
 
-// A Row says how a tensor differs. Elements of 4 and 6 bits are counted as bytes, elements of C64 as two. Stored is
-// the size of the tensor's delta.
+// A Row describes how a tensor differs. Elements of 4 and 6 bits are counted as bytes, and an element of C64 counts as
+// two. Stored is the size of the tensor's delta.
 type Row struct {
 	Name     string  `json:"name"`
 	DType    string  `json:"dtype"`

@@ -181,7 +181,7 @@ func TestFile(t *testing.T) {
 	for i := range now.names {
 		at, ok := g.Find(now.names[i])
 		if !ok {
-			t.Fatalf("%s is not there", now.names[i])
+			t.Fatalf("%s is missing", now.names[i])
 		}
 		x := &g.Tensors[at]
 		if x.Base != digest.Of(base.data[i]) || x.New != digest.Of(now.data[i]) {
@@ -230,7 +230,7 @@ func TestRefusedBefore(t *testing.T) {
 		all[0].Shape = []int64{513, 700}
 		return all
 	}, false); !errors.Is(err, errs.ErrBase) {
-		t.Errorf("another shape: %v", err)
+		t.Errorf("a different shape: %v", err)
 	}
 	less := func(all []Target) []Target { return all[1:] }
 	if err := run(less, false); !errors.Is(err, errs.ErrArgument) || !strings.Contains(err.Error(), "z.big") {

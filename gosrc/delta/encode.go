@@ -192,7 +192,7 @@ func findLinks(chain []*File, name string) ([]link, error) {
 			last := all[len(all)-1]
 			if o := last.tensor; o.DType != t.DType || !slices.Equal(o.Shape, t.Shape) || o.New != t.Base {
 				return nil, errs.Locate("delta", f.URI, name, -1, errs.New(errs.ErrBase,
-					"it does not continue %s, which ends with %v %v of digest %v: this delta begins with %v %v of %v",
+					"it does not follow %s, which gives %v %v with digest %v: this delta needs %v %v with digest %v",
 					last.file.name(), o.DType, o.Shape, o.New, t.DType, t.Shape, t.Base))
 			}
 		}

@@ -47,7 +47,6 @@ const (
 
 var le = binary.LittleEndian
 
-// encodeTable encodes the table of a file.
 func encodeTable(f *File) ([]byte, error) {
 	dims, chunks, names := 0, 0, 0
 	for i := range f.Tensors {
@@ -164,9 +163,9 @@ func layOut(f *File, table []byte) ([][]byte, error) {
 	return pieces, nil
 }
 
-// Parse parses the bytes of a file, which the File retains. It checks the header, the table, each chunk's checksum,
-// and that each chunk can be applied. Changed bytes are errs.ErrCorrupt, a file of another format is errs.ErrFormat,
-// and a shard without the other shards is errs.ErrNotFound.
+// Parse parses the bytes of a file, which the File retains. It checks the header, the table, each chunk's checksum, and
+// that each chunk can be applied. Changed bytes give errs.ErrCorrupt, a file of a different format gives
+// errs.ErrFormat, and a shard without the other shards gives errs.ErrNotFound.
 func Parse(ctx context.Context, uri string, b []byte) (*File, error) {
 	f, err := parseFile(ctx, uri, b)
 	if err != nil {

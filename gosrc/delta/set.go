@@ -19,7 +19,7 @@ import (
 
 const shardKey = "overwire.delta"
 
-// A mark says which shard a file is and how many shards there are. of is 0 for a delta without shards. table is the
+// A mark contains the number of a shard and the number of shards. of is 0 for a delta without shards. table is the
 // digest of the file's table.
 type mark struct {
 	number, of int
@@ -127,7 +127,7 @@ func joinFiles(uri string, files []*File, index *safetensors.Shards) (*File, err
 		switch m := f.mark; {
 		case m.of == 0:
 			err = errs.New(errs.ErrArgument,
-				"this delta has only one file, but %d files were given: name one, or a list of deltas as a chain",
+				"this delta has only one file, but %d files were given: pass one file, or a list of deltas as a chain",
 				len(files))
 		case m.set != first.set || m.of != first.of || f.ChunkLen != files[0].ChunkLen:
 			err = formatError("this is shard %d of a different delta than %s", m.number, files[0].name())
@@ -141,7 +141,7 @@ func joinFiles(uri string, files []*File, index *safetensors.Shards) (*File, err
 	}
 	if len(files) != first.of {
 		return nil, errs.Locate("delta", uri, "", -1,
-			errs.New(errs.ErrNotFound, "only %d of the delta's %d shards were given: name their folder or index.json",
+			errs.New(errs.ErrNotFound, "only %d of the delta's %d shards were given: pass their folder or index.json",
 				len(files), first.of))
 	}
 	if setOf(sums) != first.set {

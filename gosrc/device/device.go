@@ -25,7 +25,7 @@ type Block struct {
 	kind   int64
 }
 
-// The kinds of Block.
+// The kind of a Block defines how the last holder frees it.
 const (
 	KindMap    = 0 // the last holder calls munmap(base, length)
 	KindRegion = 1 // like KindMap, but each holder returns its own whole pages when released
@@ -170,7 +170,7 @@ func ReturnPages(p unsafe.Pointer, n int64) {
 	_ = unix.Madvise(unsafe.Slice((*byte)(unsafe.Add(p, up)), whole), unix.MADV_DONTNEED)
 }
 
-// A View says which bytes of a chunk are wanted if only some are, or if they are not contiguous. The chunk contains
+// A View selects the wanted bytes of a chunk if only some are wanted, or if they are not contiguous. The chunk contains
 // bytes [At, At+logical) of a matrix with rows of Row bytes, a column part of the tensor that begins at byte Col of its
 // rows. Rows [Row0, Row1) and byte columns [Col0, Col1) of the tensor are wanted and are packed at the destination.
 type View struct {
@@ -304,7 +304,7 @@ type Queue interface {
 	// Drain waits until every done call has returned or ctx ends. If the device is broken, it returns the error that
 	// broke it.
 	Drain(ctx context.Context) error
-	// CanCheck reports whether Submit compares checksums after a slot's CheckOnSubmit. A wrong checksum is an error
+	// CanCheck reports whether Submit compares checksums after a slot's CheckOnSubmit. A wrong checksum gives an error
 	// with errs.RuleChecksum, and the tensor may then contain wrong bytes. If CanCheck is false, the caller must
 	// compare checksums before Submit.
 	CanCheck() bool

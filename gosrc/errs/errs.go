@@ -16,7 +16,7 @@ import (
 // The error classes. Every error that a package returns wraps exactly one of them, so errors.Is finds the class
 // through any wrapping.
 var (
-	ErrFormat       = errors.New("bad format")   // bytes that never were a valid file of this format
+	ErrFormat       = errors.New("bad format")   // bytes that were never a valid file of this format
 	ErrCorrupt      = errors.New("corrupt data") // a valid file with changed bytes
 	ErrNotFound     = errors.New("not found")    // no such file, object or tensor file
 	ErrPermission   = errors.New("permission denied")
@@ -28,7 +28,7 @@ var (
 	ErrNotSupported = errors.New("not supported") // valid, but this build does not support it
 	ErrDevice       = errors.New("device error")
 	ErrCrypto       = errors.New("cryptography")   // a missing or wrong key, or changed encrypted bytes
-	ErrBase         = errors.New("another base")   // a delta that was made from other tensors
+	ErrBase         = errors.New("wrong base")     // a delta that was made from different tensors
 	ErrCancelled    = errors.New("cancelled")      // by the caller or because of another error
 	ErrForked       = errors.New("engine forked")  // the engine is used in a forked child process
 	ErrEngine       = errors.New("engine failure") // a bug in overwire: a recovered panic

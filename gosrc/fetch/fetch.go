@@ -28,7 +28,7 @@ const (
 type Spec struct {
 	URIs    []string       `json:"uris"`
 	Storage source.Options `json:"storage"`
-	// Sizes are the sizes of the objects in bytes; nil if unknown. If an object has another size, Fetch fails
+	// Sizes are the sizes of the objects in bytes; nil if unknown. If an object has a different size, Fetch fails
 	// before writing its first byte. With sizes, an external downloader is started only once for all objects.
 	Sizes []int64 `json:"sizes"`
 	// Own disables the external downloader, which may be this program.

@@ -85,8 +85,8 @@ func TestFetch(t *testing.T) {
 	}
 }
 
-// A fetch reports the state of its object. A fetch with that pin writes no byte of an object that was replaced
-// by one with another size, date or inode.
+// A fetch reports the state of its object. A fetch with that pin writes no byte of an object that was replaced by one
+// with a different size, date or inode.
 func TestPin(t *testing.T) {
 	dir := t.TempDir()
 	path := filepath.Join(dir, "x")

@@ -10,7 +10,7 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// cacheBytes limits the memory of a Cache. It fits about 400,000 tensors.
+// cacheBytes limits the memory of a Cache. This is enough for about 400,000 tensors.
 const cacheBytes = 64 << 20
 
 // A Cache keeps the indexes of recently opened files, so that opening one again reads and parses nothing. To return

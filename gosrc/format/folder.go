@@ -66,7 +66,7 @@ func (f *family) lackingShards() string {
 		return ""
 	}
 	if len(numbers) == 0 {
-		return fmt.Sprintf("the folder has %d shards, but their names say %d", len(f.numbers), f.Of)
+		return fmt.Sprintf("the folder has %d shards, but according to their names there are %d", len(f.numbers), f.Of)
 	}
 	noun, verb := "shard", "is"
 	if len(numbers) > 1 {
@@ -152,8 +152,9 @@ type Model struct{ Names, Paths []string }
 // ofLibraries are the base names that libraries look for, regardless of other files in the folder.
 var ofLibraries = []string{"model", "diffusion_pytorch_model", "consolidated"}
 
-// Models returns the models of a folder; the folder's default model is last. The other models have other indexes, are
-// variants, or have names in ofLibraries. names are the files of a remote folder; nil means that the folder is local.
+// Models returns the models of a folder; the folder's default model is last. The other models are those with their own
+// index, variants, and models with a name in ofLibraries. names are the files of a remote folder; nil means that the
+// folder is local.
 func Models(ctx context.Context, dir string, names []string, open Opener) (_ []Model, err error) {
 	if names == nil {
 		if names, err = namesOf(dir); err != nil {

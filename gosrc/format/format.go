@@ -41,11 +41,11 @@ type Options struct {
 	Settings map[string]string
 }
 
-// Access says how to reach files and holds the settings of file formats.
+// Access describes how to reach files, and holds the settings of file formats.
 type Access struct {
 	source.Options
-	// Decrypt holds the settings for reading a format: the key or password of an encrypted file, and other settings
-	// of package tensorizer. A key for a file that is not encrypted is an errs.ErrCrypto error.
+	// Decrypt holds the settings for reading a format: the key or password of an encrypted file, and other settings of
+	// package tensorizer. A key for a file that is not encrypted gives errs.ErrCrypto.
 	Decrypt map[string]string `json:"decrypt"`
 	// Encrypt holds the key or password for writing a file.
 	Encrypt map[string]string `json:"encrypt"`
@@ -79,7 +79,7 @@ var readers = []reader{
 // and none if it is cached. Several sources are read concurrently. Open replaces encrypted sources in srcs by sources
 // that decrypt them.
 //
-// The error is an errs.At: errs.ErrFormat for another format, errs.ErrCorrupt for a file that is truncated or has
+// The error is an errs.At: errs.ErrFormat for a different format, errs.ErrCorrupt for a file that is truncated or has
 // changed, errs.ErrNotSupported for a newer version, or the error of a source. Two sources may have tensors with the
 // same name.
 func Open(ctx context.Context, srcs []source.Source, opt Options) (*tensor.Index, error) {
@@ -120,7 +120,7 @@ func refuseParts(ix *tensor.Index) error {
 		return nil
 	}
 	return placeError(file.URI, errs.New(errs.ErrNotSupported, "its tensors may be parts, written by one rank of "+
-		"torch's HuggingFaceStorageWriter: name the folder; `overwire convert FOLDER -o OUT` (overwire.convert) and "+
+		"torch's HuggingFaceStorageWriter: pass the folder; `overwire convert FOLDER -o OUT` (overwire.convert) and "+
 		"overwire.load_file join the parts of a local folder"))
 }
 
@@ -247,7 +247,7 @@ func outlineOf(opt Options) source.Outline {
 	return source.Outline{Size: sizeOf, Longer: opt.Lenient}
 }
 
-// sizeOf is Outline.Size. It returns -1 for a .tensors file, which does not say where it ends.
+// sizeOf is Outline.Size. It returns -1 for a .tensors file, which does not store its size.
 func sizeOf(uri string, head []byte) (size, need int64, err error) {
 	switch {
 	case len(head) < first:

@@ -21,8 +21,9 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// Every flipped bit in header and index is rejected, and so is every truncation or extension of the file. A flip in
-// the index is reported as corrupt, a flip in the JSON header as corrupt, another format or not supported.
+// Every flipped bit in header and index is rejected, and so is every truncation or extension of the file. A flip in the
+// index is reported as corrupt. A flip in the JSON header is reported as corrupt, as a different format, or as not
+// supported.
 func TestFlips(t *testing.T) {
 	for name, b := range golden(t) {
 		ix, err := open(b)
@@ -132,7 +133,7 @@ func attacks(ix *tensor.Index) []attack {
 		{"alias of an alias", u32(rec(tied)+48, uint32(find(0, "a tie of bytes"))), f, "no bytes itself"},
 		{"alias of itself", u32(rec(tied)+48, uint32(tied)), f, "no bytes itself"},
 		{"alias of another", u32(rec(tied)+48, uint32(whole)), f, "differs"},
-		{"alias from chunks", u32(rec(whole)+48, 0), f, "does not fit alias"},
+		{"alias from chunks", u32(rec(whole)+48, 0), f, "does not match alias"},
 		{"hash of an alias", u8(rec(tied)+32, 99), f, "differs"},
 		{"parts 0", u8(rec(whole)+3, 0), f, "0 parts"},
 		{"parts 3", u8(rec(whole)+3, 3), f, "column parts: 3"},

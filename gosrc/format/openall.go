@@ -128,8 +128,8 @@ func Names(ctx context.Context, uris []string, open Opener, opt Options) (names 
 
 // withoutStale removes stale copies of tensors that several files of a folder contain. The folder's index.json decides
 // which file provides such a tensor, even if the caller named the files one by one, as inference engines do. Each part
-// must be one local file of the same folder. A copy is removed if the index.json assigns the tensor to another named
-// file. Other duplicates stay.
+// must be one local file of the same folder. A copy is removed if the index.json assigns the tensor to a different
+// named file. Other duplicates stay.
 func withoutStale(ctx context.Context, sets []Files, parts []*tensor.Index, open Opener, opt Options) []*tensor.Index {
 	folder := ""
 	for i, set := range sets {
@@ -197,11 +197,11 @@ func findTwins(parts []*tensor.Index) map[string][]int {
 // files have none. Python writes it (checkpoints/manifest.py).
 const SaveKey = "overwire.checkpoint"
 
-// checkpointParts are the paths inside a checkpoint of the folders with files of one save.
+// checkpointParts are the folders in a checkpoint that contain files of one save. "/" is the checkpoint's own folder.
 var checkpointParts = []string{"/training/", "/"}
 
-// refuseMixture refuses files of one checkpoint, recognized by folder and name, that are from several saves. A folder
-// that is being replaced therefore never yields a mixture.
+// refuseMixture refuses files that belong to one checkpoint, according to their folder and names, but are from several
+// saves. A folder that is being replaced therefore never yields a mixture.
 func refuseMixture(ix *tensor.Index) error {
 	saves := map[string]*tensor.Source{}
 	for i := range ix.Sources {
@@ -224,7 +224,8 @@ func refuseMixture(ix *tensor.Index) error {
 		first := cmp.Or(saves[folder], s)
 		if saves[folder] = first; first.Metadata[SaveKey] != s.Metadata[SaveKey] {
 			return placeError(s.URI, errs.New(errs.ErrCorrupt, "%s is from another save of this checkpoint: "+
-				"it was replaced during the load, or files of two saves were mixed", errs.RedactURI(first.URI)))
+				"the checkpoint was replaced during the load, or files of two saves were mixed",
+				errs.RedactURI(first.URI)))
 		}
 	}
 	return nil

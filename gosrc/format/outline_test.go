@@ -10,7 +10,7 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
-// sizeOf returns the length of a file, how many bytes it needs to determine it, or an error for another format.
+// sizeOf returns the length of a file, how many bytes it needs to determine it, or an error for a different format.
 func TestSizeOf(t *testing.T) {
 	header := `{"a":{"dtype":"U8","shape":[3],"data_offsets":[5,8]},"b":{"dtype":"U8","shape":[5],"data_offsets":[0,5]}}` + strings.Repeat(" ", 1000)
 	file := append(binary.LittleEndian.AppendUint64(nil, uint64(len(header))), header...)

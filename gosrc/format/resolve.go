@@ -25,7 +25,7 @@ const (
 	indexSuffix = modelfiles.IndexSuffix
 )
 
-// An Opener opens one URI of which the reader expects an outline.
+// An Opener opens one URI. outline describes what the reader expects of the object.
 type Opener = func(ctx context.Context, uri string, outline source.Outline) (source.Source, error)
 
 // Files are the files that a name refers to, in order.
@@ -271,7 +271,7 @@ func readShards(ctx context.Context, at source.Location, open Opener) (Files, er
 // readContent returns the bytes of an index.json and the file's state when it was read.
 func readContent(ctx context.Context, at source.Location, open Opener) ([]byte, source.Identity, error) {
 	if !at.Remote {
-		id, _ := stampOf(at.Path) // taken before the read, which reports errors
+		id, _ := stampOf(at.Path) // taken before the read; the read reports errors
 		b, err := regular.Read(at.Path, tensor.MaxHeader)
 		return b, id, errs.In("open", at.URI, err)
 	}

@@ -205,7 +205,8 @@ func TestResolveFolders(t *testing.T) {
 		{"a whole family", shards("model", 3), shards("model", 3), nil, ""},
 		{"a family that counts from 0", []string{"m-0-of-2.safetensors", "m-1-of-2.safetensors"}, []string{"m-0-of-2.safetensors", "m-1-of-2.safetensors"}, nil, ""},
 		{"one shard of three", shards("model", 3)[2:], nil, errs.ErrFormat, "it has only 1 of 3 shards: shards 1, 2 are missing"},
-		{"a shard twice", append(shards("m", 2), "m-1-of-2.safetensors"), nil, errs.ErrFormat, "3 shards, but their names say 2"},
+		{"a shard twice", append(shards("m", 2), "m-1-of-2.safetensors"), nil, errs.ErrFormat,
+			"3 shards, but according to their names there are 2"},
 		{"two families", append(shards("a", 2), shards("b", 2)...), nil, errs.ErrArgument, "a-00001-of-00002.safetensors"},
 		{"families of two counts", append(shards("m", 1), shards("m", 2)...), nil, errs.ErrArgument, "several models"},
 		{"one file and shards, without an index", append(shards("model", 3)[1:], "model.safetensors"), []string{"model.safetensors"}, nil, ""},
@@ -346,7 +347,7 @@ func TestTheFirstMissingFileIsNamed(t *testing.T) {
 }
 
 // A tree lists the folders with files, each before its parent, but no hidden folders, no links, and not the output
-// folder. Folders with the parts of whole weights in the parent folder are marked.
+// folder. A folder with parts of weights is marked if its parent folder has the whole weights.
 func TestTree(t *testing.T) {
 	dir := t.TempDir()
 	put := func(names ...string) {

@@ -12,7 +12,7 @@ import (
 
 // Wait reports a job that has ended, even with a wait of 0.
 func TestWaitZero(t *testing.T) {
-	want := errors.New("so it ended")
+	want := errors.New("the operation failed")
 	j := Start("x", func(context.Context, *Job) error { return want })
 	<-j.Done()
 	for i := range 2000 {
@@ -28,7 +28,7 @@ func TestWaitZero(t *testing.T) {
 
 // RunHere returns after the job has ended with its error or panic, and the job is no longer live.
 func TestRunHere(t *testing.T) {
-	want := errors.New("so it ended")
+	want := errors.New("the operation failed")
 	j := New("x")
 	j.RunHere(func(_ context.Context, j *Job) error { j.SetReport(7); return want })
 	if done, err := j.Wait(0); !done || !errors.Is(err, want) || j.Value() != 7 || j.RunContext().Err() == nil {
@@ -57,7 +57,7 @@ func TestFailed(t *testing.T) {
 		<-ctx.Done()
 		j.Failed(context.Cause(ctx), func() {})
 		<-clean
-		return errors.New("said too late")
+		return errors.New("this error comes too late")
 	})
 	<-begun
 	if done, err := j.Wait(time.Millisecond); done {

@@ -41,8 +41,8 @@ type entry struct {
 	aliases    []alias
 }
 
-// An alias is another name of a knob. to translates its value ("" means not set); nil means that no translation
-// is needed. A shared alias is also used by unrelated programs (DEBUG), so an invalid value causes no warning.
+// An alias is another name for a knob. to translates its value ("" means not set); nil means that no translation is
+// needed. A shared alias is also used by unrelated programs (DEBUG), so an invalid value causes no warning.
 type alias struct {
 	name   string
 	to     func(string) string
@@ -250,8 +250,8 @@ func shown(v any) string {
 	return fmt.Sprint(v)
 }
 
-// RuntimeFolder returns the folder for sockets of the user, as it was when this process started; "" if the system
-// has none.
+// RuntimeFolder returns the folder for the user's sockets, as it was when this process started; "" if the system has
+// none.
 func RuntimeFolder() string { return os.Getenv("XDG_RUNTIME_DIR") }
 
 // Workers returns the number of workers: asked if that is positive, otherwise the setting, otherwise one per

@@ -50,7 +50,7 @@ func TestAfterTakesTheQueueFake(t *testing.T) {
 		}
 		if waits := opt.Trace != "" || opt.Cast != ""; waits {
 			if ended, _ := l.Job().Wait(20 * time.Millisecond); ended || first.queue.queue != queue {
-				t.Errorf("%+v: has begun before the first load's end", opt)
+				t.Errorf("%+v: the second load began before the first load ended", opt)
 			}
 			close(over)
 			first.queue.give().Close()
@@ -59,7 +59,7 @@ func TestAfterTakesTheQueueFake(t *testing.T) {
 		}
 		takeAll(t, l, want, false)
 		if again, err := target.Queue(0, first.machine); err != nil || first.queue.give() != nil || again != queue {
-			t.Errorf("the queue was not taken, or not given back: %v", err)
+			t.Errorf("the second load did not take the queue, or did not return it: %v", err)
 		} else {
 			again.Close()
 		}

@@ -11,7 +11,7 @@ import (
 	"github.com/overwire/overwire/gosrc/job"
 )
 
-// A load with Options.After reads nothing before the first load has ended, even if that ends with an error. A cancelled
+// A load with Options.After reads nothing before the first load has ended, even if the first load fails. A cancelled
 // load does not wait.
 func TestAfter(t *testing.T) {
 	path, want := write(t, "m", []int64{3000, 70}, []int64{0}, []int64{5})
@@ -19,7 +19,7 @@ func TestAfter(t *testing.T) {
 }
 
 func follows(t *testing.T, m *Model, want [][]byte, device string) {
-	for _, failure := range []error{nil, errors.New("so it ended")} {
+	for _, failure := range []error{nil, errors.New("the first load failed")} {
 		end := make(chan struct{})
 		first := newLoading(m, Target{}, nil)
 		first.job.Go(func(context.Context, *job.Job) error { <-end; return failure })
@@ -38,11 +38,11 @@ func follows(t *testing.T, m *Model, want [][]byte, device string) {
 		at, more := l.Ready(10, 20*time.Millisecond)
 		for _, i := range at {
 			if len(want[i]) > 0 {
-				t.Errorf("request %d has landed before the first load's end", i)
+				t.Errorf("request %d landed before the first load ended", i)
 			}
 		}
 		if !more || l.queue.queue != nil {
-			t.Error("has begun before the first load's end")
+			t.Error("the second load began before the first load ended")
 		}
 		close(end)
 		takeAll(t, l, want, device == "")

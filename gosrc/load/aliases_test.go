@@ -37,8 +37,8 @@ func otherShape(r *rand.Rand, n int64) []int64 {
 	return shape
 }
 
-// aliased writes a container with tensors in various numbers of column parts. Their aliases have other shapes, which
-// only old writers stored. It returns the path, and each tensor's bytes by name.
+// aliased writes a container with tensors in various numbers of column parts. Their aliases have different shapes,
+// which only old writers stored. It returns the path, and each tensor's bytes by name.
 func aliased(t *testing.T, r *rand.Rand) (string, map[string][]byte) {
 	t.Helper()
 	var items []overwire.Item
@@ -239,7 +239,7 @@ func TestAliasesOfParts(t *testing.T) {
 }
 
 // If no task reads the bytes of a request, the load fails with an engine error that names the tensor. The same holds
-// for an alias that is planned with the column parts of a tensor with other rows.
+// for an alias that is planned with the column parts of a tensor with a different row length.
 func TestUnplanned(t *testing.T) {
 	path, _ := write(t, "a", []int64{40, 4})
 	off := false
@@ -271,8 +271,8 @@ func TestUnplanned(t *testing.T) {
 	}
 }
 
-// When an alias with other rows is loaded, a checksum detects a changed byte in the column parts. The error names the
-// tensor, the chunk and the offset.
+// When an alias with a different row length is loaded, a checksum detects a changed byte in the column parts. The error
+// names the tensor, the chunk and the offset.
 func TestAliasesOfPartsDamage(t *testing.T) {
 	b, err := os.ReadFile("../../tests/goldens/save/other-rows-1.0/parts.safetensors")
 	if err != nil {

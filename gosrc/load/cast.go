@@ -14,7 +14,8 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// castsOf returns the cast of each request. A request gets none if the GPU has no kernel for its pair of dtypes.
+// castsOf returns the cast of each request. A zero Cast means that the request is not cast on the GPU: it already has
+// the dtype, or there is no kernel for the two dtypes.
 func castsOf(ix *tensor.Index, wants []plan.Want, tgt Target, to string) ([]device.Cast, error) {
 	if to == "" {
 		return nil, nil
@@ -33,7 +34,7 @@ func castsOf(ix *tensor.Index, wants []plan.Want, tgt Target, to string) ([]devi
 	return casts, nil
 }
 
-// castBytes returns the size of n bytes of whole elements after a cast.
+// castBytes returns how many bytes the elements in n bytes take after a cast.
 func castBytes(n int64, c device.Cast) int64 {
 	return n / int64(c.From.Bits()/8) * int64(c.To.Bits()/8)
 }

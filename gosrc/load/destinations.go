@@ -17,14 +17,14 @@ import (
 // are being read. Until pipeline.Task.Destination resolves a destination, plans and tasks contain a placeholder
 // plus an offset.
 const (
-	// BindLater is the Dest of a Request that Loading.Bind will set.
+	// BindLater, as the Dest of a Request, means that Loading.Bind will set the destination.
 	BindLater = 1
 	// pending is the placeholder. No memory has this address.
 	pending = uintptr(1) << 62
 )
 
-// spare is the GPU memory in bytes that must stay free if memory is allocated during a load. allotment is how many
-// bytes one call allocates. Tests on the fake driver make them smaller.
+// spare is the GPU memory in bytes that must stay free if memory is allocated during a load. allotment is about how
+// many bytes one call allocates. Tests on the fake driver make them smaller.
 var spare, allotment int64 = 1 << 30, 256 << 20
 
 // destinations holds a load's destinations that become known while it runs.
@@ -50,7 +50,7 @@ func (p *destinations) isPending(i int) bool {
 // isBound reports whether the caller binds a request's destination.
 func (p *destinations) isBound(i int) bool { return p.bound != nil && p.bound[i] }
 
-// wake wakes the waiting workers. err, if not nil, says why no more destinations will become known.
+// wake wakes the waiting workers. err, if not nil, is the reason why no more destinations will become known.
 func (p *destinations) wake(err error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -61,7 +61,7 @@ func (p *destinations) wake(err error) {
 	p.moved = make(chan struct{})
 }
 
-// resolveTask waits for and returns the destination of a task that was planned at dst.
+// resolveTask returns the destination of a task that was planned at dst. It waits until the destination is known.
 func (p *destinations) resolveTask(ctx context.Context, want int32, dst unsafe.Pointer) (unsafe.Pointer, error) {
 	at := uintptr(dst)
 	if at < pending {

@@ -24,20 +24,20 @@ type Prospect struct {
 	DType string `json:"dtype"`
 	Item  int64  `json:"item"`
 	Late  bool   `json:"late"`
-	// Unpack says that the caller expands each F4 element to a byte.
+	// Unpack means that the caller expands each F4 element to a byte.
 	Unpack bool `json:"unpack"`
 	// Budget is the maximum memory for tensors in bytes; 0 means no limit.
 	Budget int64 `json:"max_memory"`
-	// Stream says that tensors are loaded in windows that fit the budget.
+	// Stream means that tensors are loaded in windows that fit in the budget.
 	Stream bool `json:"stream"`
 	// Keep is how many bytes of blocks an offload would keep on the device; nil means no offload.
 	Keep *int64 `json:"keep"`
 }
 
-// An Estimate says how much memory a load would need.
+// An Estimate is the memory that a load would need.
 type Estimate struct {
 	Bytes []int64 `json:"bytes"` // size of each tensor after the load
-	Peak  int64   `json:"peak"`  // maximum size of all tensors during the load
+	Peak  int64   `json:"peak"`  // largest total size of the tensors at any time during the load
 	// Staging is the maximum memory of the slots that stored bytes pass through on the device; a coherent GPU needs
 	// none. Pinned is the host memory for a GPU's slots.
 	Staging int64         `json:"staging"`
@@ -46,17 +46,18 @@ type Estimate struct {
 	Offload *plan.Offload `json:"offload,omitempty"`
 }
 
-// A Part is a plan.Part.
+// Part is plan.Part, so that callers of Estimate need not import package plan.
 type Part = plan.Part
 
-// KeptBlocks calls plan.KeptBlocks.
+// KeptBlocks is plan.KeptBlocks, for callers that do not import package plan.
 func KeptBlocks(nbytes []int64, keep int64) []int64 { return plan.KeptBlocks(nbytes, keep) }
 
 // Estimate estimates the memory for loading parts of tensors; nil means all tensors. If the load exceeds the budget,
 // the error is errs.ErrMemory.
 func (m *Model) Estimate(parts []Part, q Prospect) (o Estimate, err error) {
 	if q.Budget < 0 || q.Item < 0 || q.Stream && q.Budget == 0 {
-		return o, errs.New(errs.ErrArgument, "invalid max_memory %d or element size %d: expected 0 or more",
+		return o, errs.New(errs.ErrArgument,
+			"invalid max_memory %d or element size %d: expected 0 or more, and for a stream a max_memory over 0",
 			q.Budget, q.Item)
 	}
 	if parts == nil {
@@ -96,7 +97,7 @@ func (m *Model) Estimate(parts []Part, q Prospect) (o Estimate, err error) {
 	if q.Budget > 0 && o.Peak > q.Budget {
 		return o, m.overBudget("load", parts[largest].Tensor,
 			"%[6]d tensors take %[2]d bytes on %[3]s, %[4]d over max_memory of %[5]d; the largest is '%[1]s' with "+
-				"%[7]d; reading takes %[8]d bytes more. Ask for less with keys= or filter=, or use "+
+				"%[7]d; reading takes %[8]d bytes more. Load fewer tensors with keys= or filter=, or use "+
 				"stream(max_memory=)", o.Peak, q,
 			len(parts), o.Bytes[largest], o.Staging)
 	}
@@ -164,7 +165,7 @@ func (m *Model) mapped() []bool {
 	return maps
 }
 
-// inFile reports whether a want may be mapped in its file. maps is the result of mapped.
+// inFile reports whether a want can be mapped from its file. maps is the result of mapped.
 func (m *Model) inFile(w *plan.Want, maps []bool) bool {
 	t := &m.ix.Tensors[w.Data]
 	off, row := w.SourceRange(m.ix)

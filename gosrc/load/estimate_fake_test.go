@@ -37,7 +37,7 @@ func TestEstimateFake(t *testing.T) {
 			t.Fatalf("%q has not landed", x.Name)
 		}
 		landed += mem.Bytes
-		// F64 is cast by the caller, so twice as much is loaded as stays.
+		// The caller casts F64 tensors, so they land with twice the size that they have after the cast.
 		if stays := 300 * 100 * int64(d.Bits()/8) / map[bool]int64{true: 2,
 			false: 1}[d == tensor.F64]; o.Bytes[i] != stays {
 			t.Errorf("%q: %d bytes, estimated %d", x.Name, stays, o.Bytes[i])

@@ -47,7 +47,7 @@ func TestEstimateStages(t *testing.T) {
 	settled(t)
 }
 
-// A load over budget is refused with an error that names the sizes and the largest tensor. Invalid parts are an error.
+// A load over budget is refused with an error that names the sizes and the largest tensor. Invalid parts give an error.
 // Estimating a load to a GPU needs no GPU.
 func TestEstimateBudget(t *testing.T) {
 	path, _ := write(t, "a", []int64{3, 5}, []int64{1000}, []int64{0, 4}, []int64{80})

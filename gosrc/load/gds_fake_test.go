@@ -308,7 +308,7 @@ func TestGDSLosesTheDevice(t *testing.T) {
 			}
 		}
 		if failed < 10 {
-			t.Errorf("only %d loads were seen to fail", failed)
+			t.Errorf("only %d loads failed", failed)
 		}
 	}
 	loadtest.CheckQuiet(t)

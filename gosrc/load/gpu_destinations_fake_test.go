@@ -22,8 +22,8 @@ import (
 )
 
 // Plain and compressed tensors land correctly in memory that is allocated while the load runs. They also land correctly
-// in destinations that the caller binds in any order, even while the queue is being made, for which Start does not
-// wait.
+// in destinations that the caller binds in any order, even while the queue is being made. Start does not wait for the
+// queue.
 func TestLateDestinations(t *testing.T) {
 	for _, spec := range []save.Spec{{Compress: true, ChunkBytes: 64 << 10}, {}} {
 		for _, making := range []bool{false, true} {
@@ -122,7 +122,7 @@ func TestDestinationsNeverSettled(t *testing.T) {
 		t.Fatal(err)
 	}
 	if done, err := l.Job().Wait(20 * time.Millisecond); done {
-		t.Errorf("it ended: %v", err)
+		t.Errorf("the load ended: %v", err)
 	}
 	l.Close()
 	if err := loadtest.Finish(t, l); !errors.Is(err, context.Canceled) && !errors.Is(err, errs.ErrCancelled) {
@@ -189,7 +189,7 @@ func TestPrepare(t *testing.T) {
 		t.Fatal(err)
 	}
 	if now, _, _ := d.MemoryInfo(); now != before {
-		t.Errorf("%d bytes more are taken", before-now)
+		t.Errorf("the queue took %d more bytes, although one was prepared", before-now)
 	}
 	l.Close()
 	load.Prepare("cuda:0", false)

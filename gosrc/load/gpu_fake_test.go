@@ -89,10 +89,10 @@ func TestLoadEveryCallFails(t *testing.T) {
 					moving++
 				}
 				if (at.Verb == "copy" || at.Verb == "decode") != (at.Tensor != "") {
-					t.Fatalf("%s: which tensor?", what)
+					t.Fatalf("%s: the error names no tensor", what)
 				}
 				if !loadtest.DriverCall.MatchString(err.Error()) {
-					t.Fatalf("%s: which call?", what)
+					t.Fatalf("%s: the error names no call", what)
 				}
 			}
 			if calls < nth {
@@ -102,7 +102,7 @@ func TestLoadEveryCallFails(t *testing.T) {
 		t.Logf("cuda:%d, code %d, sticky %v, pinned %v: %d loads failed, %d with a tensor in progress", c.index,
 			c.code, c.sticky, c.pin, failed, moving)
 		if failed < 60/int(step) || moving == 0 {
-			t.Error("too few loads were seen to fail")
+			t.Error("too few loads failed")
 		}
 	}
 	loadtest.CheckQuiet(t)

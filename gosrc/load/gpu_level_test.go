@@ -83,7 +83,7 @@ func TestPackedIntegers(t *testing.T) {
 	for _, w := range in {
 		i := find(0, w.Name)
 		if !bytes.Equal(loadtest.ExportBytes(t, d, l, i), w.Data) {
-			t.Errorf("%s: other bytes", w.Name)
+			t.Errorf("%s: wrong bytes", w.Name)
 		}
 	}
 	m.Close()

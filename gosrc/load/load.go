@@ -37,7 +37,7 @@ type Options struct {
 	After *Loading `json:"-"`
 }
 
-// A Report says what a load did and what it cost.
+// A Report describes what a load did and what it cost.
 type Report struct {
 	Bytes   int64 `json:"bytes"` // of tensors
 	Tensors int64 `json:"tensors"`
@@ -45,7 +45,7 @@ type Report struct {
 	// DirectIO counts bytes read with direct I/O (O_DIRECT). GDS counts bytes read with GPUDirect Storage.
 	DirectIO int64 `json:"direct"`
 	GDS      int64 `json:"gds"`
-	// NoGDS says why files were not read with GPUDirect Storage although it was requested; otherwise it is "".
+	// NoGDS explains why files were not read with GPUDirect Storage although it was requested; otherwise it is "".
 	NoGDS   string          `json:"no_gds,omitempty"`
 	Seconds float64         `json:"seconds"`
 	Stages  pipeline.Stages `json:"stages"`
@@ -53,7 +53,7 @@ type Report struct {
 	Trace *pipeline.Summary `json:"trace,omitempty"`
 }
 
-// A Loading is a running or finished load. Each tensor can be taken as soon as it has landed. It is safe for
+// A Loading is a running or finished load. Each tensor can be taken as soon as it has landed. A Loading is safe for
 // concurrent use.
 type Loading struct {
 	job     *job.Job

@@ -220,11 +220,11 @@ func TestReady(t *testing.T) {
 		}
 	}
 	if len(seen) != 50 {
-		t.Errorf("%d of 50", len(seen))
+		t.Errorf("Ready returned %d of 50 requests", len(seen))
 	}
 }
 
-// A load that is closed at any moment ends its workers, and gives no memory afterwards.
+// A load that is closed at any moment ends its workers, and returns no memory afterwards.
 func TestCloseAtAnyMoment(t *testing.T) {
 	p, _ := write(t, "a", []int64{3000, 1000}, []int64{1000})
 	no := false

@@ -77,7 +77,7 @@ func TestOneMapping(t *testing.T) {
 	}
 	m.Close()
 	if n := mappings(t, path); n != 0 {
-		t.Errorf("%d mappings when everything is gone", n)
+		t.Errorf("%d mappings after the model was closed and all tensors were released", n)
 	}
 }
 

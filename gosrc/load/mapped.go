@@ -29,7 +29,6 @@ const (
 	mostSpans   = 1 << 18
 )
 
-// mapped is the mapping of a source.
 type mapped struct {
 	base  unsafe.Pointer
 	block *device.Block
@@ -45,8 +44,8 @@ type fileMapping struct {
 // spans are ascending, non-adjacent byte ranges [from, to).
 type spans [][2]int64
 
-// addRange adds a range and returns true. It returns false if the range overlaps an earlier one, or if there are too
-// many ranges.
+// addRange adds a range. It returns false, without adding it, if it overlaps an earlier one or there are too many
+// ranges.
 func (s *spans) addRange(from, to int64) bool {
 	all := *s
 	i := sort.Search(len(all), func(i int) bool { return all[i][1] > from })

@@ -24,25 +24,25 @@ import (
 	"github.com/overwire/overwire/gosrc/unpack"
 )
 
-// A Spec says what to open.
+// A Spec describes what to open.
 type Spec struct {
 	// URIs are files, folders or index.json files; a model may be one file or many shards.
 	URIs []string `json:"uris"`
-	// Map says whether plain tensors in files are mapped instead of read. nil means that they are mapped, except on
+	// Map decides whether plain tensors in files are mapped instead of read. nil means that they are mapped, except on
 	// network file systems.
 	Map *bool `json:"map"`
 	// Lenient accepts headers that only other safetensors parsers accept.
 	Lenient bool `json:"lenient"`
 	// Parts also accepts files that contain parts of tensors.
 	Parts bool `json:"parts"`
-	// Storage says how to reach remote files.
+	// Storage describes how to reach remote files.
 	Storage format.Access `json:"storage"`
 	// Opened is the model's only source if it is already open. The model closes it.
 	Opened source.Source `json:"-"`
 	// Keys are the tensor names that will be requested; nil means all. If the model has an index.json, only shards that
 	// contain at least one of these tensors are opened.
 	Keys []string `json:"keys"`
-	// Host says whether local files come from the host store; nil means that OVERWIRE_HOST decides.
+	// Host decides whether local files come from the host store; nil means that OVERWIRE_HOST decides.
 	Host *bool `json:"host"`
 }
 
@@ -54,7 +54,7 @@ type Model struct {
 	mapp string // a value of OVERWIRE_MMAP
 	key  string // format.Access.Key of the spec
 	host *hoststore.Link
-	// The models that own the sources, which this model holds; nil if this model owns its sources.
+	// The models that own the sources. This model holds them. nil means that this model owns its sources.
 	parts []*Model
 	// The times when Open began and ended, for traces.
 	opened [2]time.Time
@@ -112,7 +112,7 @@ func IsBrief(spec *Spec) bool {
 // FromHost returns how many files of the model are in the host store's memory.
 func (m *Model) FromHost() int { return m.host.Held() }
 
-// Distrust drops the model's files from the host store if err says that their bytes were wrong.
+// Distrust drops the model's files from the host store if err means that their bytes were wrong.
 func (m *Model) Distrust(err error) {
 	if errors.Is(err, errs.ErrCorrupt) {
 		m.host.Distrust(spawn.Context())
@@ -222,8 +222,8 @@ func (m *Model) maps(s source.Source) bool {
 	return f.File != nil && (m.mapp == "on" || m.mapp == "auto" && !f.Remote)
 }
 
-// Several combines open models into one, which uses their open files. It lists the tensors and sources of one model
-// after another, so their numbers distinguish tensors of the same name. It does not use preloaded tensors. The models'
+// Several combines open models into one, which uses their open files. It numbers the tensors and sources of all models
+// consecutively, so tensors with the same name have different numbers. It does not use preloaded tensors. The models'
 // files stay open until the combined model is closed and its loads have ended.
 func Several(models []*Model) (_ *Model, err error) {
 	m := &Model{mapp: "off", refs: 1}

@@ -29,7 +29,7 @@ type pinned struct {
 	registered int          // how many elements of bytes are registered
 }
 
-// A PinReport says how much memory and time pinning took.
+// A PinReport is the memory and time that pinning took.
 type PinReport struct {
 	Bytes   int64   `json:"bytes"` // size of the host memory
 	Seconds float64 `json:"seconds"`

@@ -263,9 +263,9 @@ type due struct {
 	at   int // request
 	from attached
 	k    int32
-	// reread says that the preloaded tensor is in a mapping but the request has a destination. A mapping is never
-	// copied, because reading the mapping of a truncated file kills the process. Instead, the tensor is read again
-	// and the preloaded tensor is freed.
+	// reread means that the preloaded tensor is in a mapping but the request has a destination. A mapping is never
+	// copied, because reading the mapping of a truncated file kills the process. Instead, the tensor is read again and
+	// the preloaded tensor is freed.
 	reread bool
 }
 

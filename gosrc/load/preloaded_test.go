@@ -43,7 +43,7 @@ func TestJoinBesideStart(t *testing.T) {
 		for i := range want {
 			mem, _, _, ok := l.Take(i)
 			if !ok || !bytes.Equal(mem.Slice(), want[i]) {
-				t.Fatalf("tensor %d: %v, or other bytes", i, ok)
+				t.Fatalf("tensor %d: %v, or wrong bytes", i, ok)
 			}
 			mem.Release()
 		}

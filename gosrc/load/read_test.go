@@ -220,7 +220,7 @@ func TestExpectOnce(t *testing.T) {
 }
 
 // A file that is written in place after it was opened is refused by loads and by Pin. A file that is removed, linked or
-// given another mode can still be read.
+// given a different mode can still be read.
 func TestWrittenInPlace(t *testing.T) {
 	for _, mapped := range []bool{true, false} {
 		path, want := write(t, "a", []int64{300_000}, []int64{10})

@@ -21,8 +21,8 @@ import (
 	"github.com/overwire/overwire/gosrc/source"
 )
 
-// Machine describes the machine and the model's sources for the planner. gpu says whether the load goes to a GPU.
-// stepped says whether ranges may be read in steps.
+// Machine describes the machine and the model's sources for the planner. gpu means that the load goes to a GPU. stepped
+// means that ranges may be read in steps.
 func (m *Model) Machine(gpu bool, threads int, stepped bool) plan.Machine {
 	mc := plan.Machine{Cores: runtime.GOMAXPROCS(0), Threads: cmp.Or(max(0, threads), max(0, knob.Threads.Get()))}
 	for _, s := range m.srcs {
@@ -324,7 +324,6 @@ func (s *execution) chooseQueue() (*queue.Queue, error) {
 	return queue, nil
 }
 
-// pipelineTask returns the task for the pipeline.
 func (s *execution) pipelineTask(queue *queue.Queue, depth int) *pipeline.Task {
 	l := s.l
 	t := &pipeline.Task{Index: l.model.ix, Sources: l.model.srcs, Wants: l.wants, Plan: s.plan,
@@ -357,7 +356,7 @@ func (s *execution) pipelineTask(queue *queue.Queue, depth int) *pipeline.Task {
 }
 
 // AnnouncePlan announces the plan to the files that it reads, and returns these files and the best number of reads in
-// flight. host says whether the destination is host memory.
+// flight. host means that the destination is host memory.
 func AnnouncePlan(srcs []source.Source, p *plan.Plan, host bool, how string) (files []source.File, depth int) {
 	asked := make([]bool, len(srcs)) // a group load of several files returns to each file repeatedly
 	for i := range p.Pieces {

@@ -47,7 +47,7 @@ func TestSeveral(t *testing.T) {
 	}
 	m.Close()
 	if err := src.ReadAt(t.Context(), make([]byte, 8), 0); err == nil {
-		t.Error("a file is open, and no model is")
+		t.Error("a file is still open after all models were closed")
 	}
 	var at *errs.At
 	if _, err := Several([]*Model{opened(t, Spec{URIs: []string{third}}),

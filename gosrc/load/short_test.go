@@ -55,7 +55,7 @@ func TestShortLoads(t *testing.T) {
 			t.Fatal(err)
 		}
 		if isOver := job.IsClosed(l.Job().Done()); isOver != c.isShort {
-			t.Errorf("%+v: over when Start returns: %v", c, isOver)
+			t.Errorf("%+v: had ended when Start returned: %v", c, isOver)
 		}
 		close(mayAnswer)
 		if _, err := l.Job().Wait(-1); err != nil {
@@ -64,7 +64,7 @@ func TestShortLoads(t *testing.T) {
 		for i, b := range want {
 			mem, _, _, ok := l.Take(i)
 			if !ok || len(b) > 0 && string(mem.Slice()) != string(b) {
-				t.Errorf("%+v: tensor %d: other bytes, or none", c, i)
+				t.Errorf("%+v: tensor %d: wrong bytes, or none", c, i)
 			}
 			mem.Release()
 		}

@@ -27,11 +27,11 @@ type State struct {
 	Modified int64  `json:"modified"`
 	Changed  int64  `json:"changed"`
 	Pin      string `json:"pin"`
-	// Network says that the file is on a network file system. Hosts may see different inode numbers there.
+	// Network means that the file is on a network file system. Hosts may see different inode numbers there.
 	Network bool `json:"network"`
 	// Layout is a digest of the offsets and checksums of all tensors and chunks in the file.
 	Layout string `json:"layout"`
-	// Sealed says that Layout covers checksums of all tensor bytes in the file.
+	// Sealed means that Layout covers checksums of all tensor bytes in the file.
 	Sealed bool `json:"sealed"`
 }
 

@@ -43,7 +43,7 @@ func AwaitPreparations() { preparing.Wait() }
 // ExchangeBatches is how many batches of shares a GPU decodes or checksums at a time in a group load.
 const ExchangeBatches = 10
 
-// Prepare prepares a device for a load in the background while the load's files are being opened. exchange says that
+// Prepare prepares a device for a load in the background while the load's files are being opened. exchange means that
 // ranks will exchange what they read. Prepare reports no errors, because the load will report them.
 func Prepare(name string, exchange bool) {
 	spawn.GoFor(&preparing, "load prepare", func() {

@@ -28,7 +28,7 @@ import (
 // Kind is the kind of a bitstream. The numbers match nvCOMP's BitstreamKind.
 type Kind int
 
-// These are the kinds.
+// See the package comment for the three kinds.
 const (
 	Native Kind = iota
 	Raw
@@ -38,7 +38,7 @@ const (
 // Algorithm is the number of an algorithm in a Native header: its value in nvCOMP's documented enum nvcompFormatType_t.
 type Algorithm uint8
 
-// These are the algorithms. nvCOMP refuses X16, which only overwire implements.
+// nvCOMP refuses X16, which only overwire implements.
 const (
 	LZ4      Algorithm = 0
 	Snappy   Algorithm = 1
@@ -63,7 +63,7 @@ type algorithm struct {
 	decode func(dst, src []byte) error
 	// size returns the exact length of a block's content.
 	size func(src []byte) (int64, error)
-	// most returns an upper bound of size, which is cheap to compute.
+	// most returns an upper bound for the result of size. It is cheap to compute.
 	most func(src []byte) (int64, error)
 }
 
@@ -149,7 +149,7 @@ func byName(name string) (*algorithm, error) {
 func byID(id Algorithm) (*algorithm, error) {
 	i := slices.IndexFunc(algorithms, func(a algorithm) bool { return a.id == id })
 	if i < 0 {
-		return nil, errs.New(errs.ErrFormat, "unknown format %d of a native stream", id)
+		return nil, errs.New(errs.ErrFormat, "the header of a native stream has an unknown algorithm: %d", id)
 	}
 	return checkSupported(&algorithms[i])
 }
@@ -170,7 +170,7 @@ func (a *algorithm) prefixBytes() int {
 	return 8
 }
 
-// readPrefix reads the prefix of a WithSize stream.
+// readPrefix returns the content length in the prefix of a WithSize stream.
 func readPrefix(p []byte) uint64 {
 	if len(p) == 4 {
 		return uint64(binary.LittleEndian.Uint32(p))

@@ -101,7 +101,8 @@ func GPUPeek(index int, on stream.Order, kind Kind, name string, streams []strea
 		switch {
 		case p.Err != nil:
 		case p.Format > 255 || err != nil:
-			out[i].Err = errs.New(errs.ErrFormat, "unknown format %d of a native stream", p.Format)
+			out[i].Err = errs.New(errs.ErrFormat, "the header of a native stream has an unknown algorithm: %d",
+				p.Format)
 			if err != nil {
 				out[i].Err = err
 			}

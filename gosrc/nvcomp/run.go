@@ -18,7 +18,7 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// These are the operations of Run.
+// Operations of Run.
 const (
 	OpEncode = "encode"
 	OpDecode = "decode"
@@ -26,14 +26,14 @@ const (
 	OpBound  = "bound" // the maximum size of an encoded stream
 )
 
-// These say when decoding compares the checksums of a Native stream.
+// Values of Verify: when decoding compares the checksums of a Native stream.
 const (
 	VerifyNever     = ""
 	VerifyIfPresent = "present"
 	VerifyAlways    = "always" // a stream without checksums is an error
 )
 
-// These are the default content bytes per chunk: 64 KiB as in nvCOMP, and the best size for X16.
+// Default content bytes per chunk: 64 KiB as in nvCOMP, and the best size for X16.
 const (
 	defaultChunk    = 64 << 10
 	defaultChunkX16 = 1 << 20
@@ -505,7 +505,7 @@ func mostBytes(s *Spec, src []byte) int64 {
 	return min(limit, int64(len(src))*a.mostRatio())
 }
 
-// mostRatio returns an upper bound of the number of bytes that one byte of a block decodes to.
+// mostRatio returns an upper bound for the number of bytes that one byte of a block decodes to.
 func (a *algorithm) mostRatio() int64 {
 	switch a.id {
 	case Zstd:

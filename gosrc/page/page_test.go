@@ -60,7 +60,7 @@ func TestModel(t *testing.T) {
 		}
 	}
 	if k != len(c.Names) {
-		t.Errorf("%d tensors of %d", len(c.Names), k)
+		t.Errorf("got %d of %d tensors", len(c.Names), k)
 	}
 }
 

@@ -63,7 +63,7 @@ type Timeline struct {
 	End    int64    `json:"end"` // end of the last span, in nanoseconds
 }
 
-// ReadTrace reads a trace that overwire wrote. Other input is errs.ErrFormat; a trace beyond the limits is
+// ReadTrace reads a trace that overwire wrote. Other input gives errs.ErrFormat; a trace beyond the limits gives
 // errs.ErrNotSupported.
 func ReadTrace(title string, text []byte) (*Timeline, error) {
 	t := &Timeline{Title: title, Stages: []string{}, Rows: []*row{}}

@@ -1,6 +1,6 @@
 package peers
 
-// This file has the flags with which processes announce their progress and wait for each other.
+// This file defines the flags with which processes announce their progress and wait for each other.
 
 import (
 	"cmp"

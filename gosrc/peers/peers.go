@@ -132,7 +132,7 @@ func (p *Peers) Join(offers []Offer) error {
 		}
 	}
 	if offers[p.mine.Rank] != p.mine {
-		return errs.New(errs.ErrArgument, "the offer of rank %d is not the one of this process", p.mine.Rank)
+		return errs.New(errs.ErrArgument, "the offer of rank %d is not this process's offer", p.mine.Rank)
 	}
 	if err := p.Board.connect(offers); err != nil {
 		return err
@@ -148,7 +148,7 @@ func (p *Peers) MapMemoryOf(rank int) (err error) {
 	if p.gpu != nil {
 		at, err = p.gpu.MapExported(o.Memory)
 		if errors.Is(err, errs.ErrDevice) {
-			err = errs.New(errs.ErrNotSupported, "the GPU's memory of another process cannot be mapped: %v", err)
+			err = errs.New(errs.ErrNotSupported, "the GPU memory of another process cannot be mapped: %v", err)
 		}
 	} else if p.files[rank], err = openShared(o, o.File, o.Bytes); err == nil {
 		at = p.files[rank].base
@@ -160,10 +160,10 @@ func (p *Peers) MapMemoryOf(rank int) (err error) {
 	return nil
 }
 
-// End announces that this process no longer uses the memory of the others, and waits until they have announced
-// the same or are gone. The caller must have ended its work on that memory. End returns the error of a process
-// that is gone without having announced its end. good says that this process has succeeded. If it has not, or
-// ctx ends, End waits at most grace, because others may be stopped or hang.
+// End announces that this process no longer uses the memory of the others, and waits until they have announced the same
+// or are gone. The caller must have ended its work on that memory. End returns the error of a process that is gone
+// without having announced its end. good means that this process has succeeded. If it has not, or ctx ends, End waits
+// at most grace, because others may be stopped or hang.
 func (p *Peers) End(ctx context.Context, good bool) error {
 	if p.Board.lines == nil || p.ended {
 		return nil
@@ -240,7 +240,6 @@ func (p *Peers) free() {
 // is reused. nil means no process.
 type process struct{ fd int }
 
-// watchProcess begins to watch a process.
 func watchProcess(number int) (*process, error) {
 	fd, err := unix.Open(fmt.Sprintf("/proc/%d/stat", number), unix.O_RDONLY|unix.O_CLOEXEC, 0)
 	if err != nil {

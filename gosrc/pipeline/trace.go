@@ -28,7 +28,7 @@ type Trace struct {
 	spans []span
 }
 
-// A place says where a span ran: on a worker, on a stream of the device, or in the load itself.
+// A place is where a span ran: on a worker, on a stream of the device, or in the load itself.
 type place uint8
 
 const (
@@ -69,7 +69,7 @@ func (t *Trace) addSpans(spans []span) {
 // second count as 16 seconds.
 type Summary struct {
 	Seconds float64    `json:"seconds"` // from the start of the load to its last span
-	Stages  []StageSum `json:"stages"`  // in the order that bytes pass through them
+	Stages  []StageSum `json:"stages"`  // in the order in which bytes pass through them
 	Copy    *Gaps      `json:"copy_stream,omitempty"`
 }
 

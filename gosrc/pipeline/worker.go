@@ -258,7 +258,7 @@ func (w *worker) stagePiece(s *staged) (slot device.Slot, err error) {
 	return slot, err
 }
 
-// fillShare reads a share of a piece into its slot and verifies its checksums. It uses one read because a share fits
+// fillShare reads a share of a piece into its slot and verifies its checksums. It uses one read because a share fits in
 // the core's cache. Reading and verifying one quarter at a time made verifying faster and reading slower.
 func (w *worker) fillShare(src source.Source, p *plan.Piece, share *plan.Share, b []byte, t0 *time.Time) error {
 	if err := w.readBytes(src, b[share.From:share.To], p.Off+share.From); err != nil {
@@ -390,9 +390,9 @@ type feed struct {
 	skipped int64 // bytes of gaps in ranges
 }
 
-// takeBatch returns the next batch: one share or, for a source that is read in ranges, as many shares as fit one range.
-// permit is the Ranges for which the caller has a permit, or nil. If the next share needs a different permit or none,
-// the batch is empty, and from is the Ranges to ask for a permit, or nil. ok is false when no shares are left.
+// takeBatch returns the next batch: one share or, for a source that is read in ranges, as many shares as fit in one
+// range. permit is the Ranges for which the caller has a permit, or nil. If the next share needs a different permit or
+// none, the batch is empty, and from is the Ranges to ask for a permit, or nil. ok is false when no shares are left.
 //
 // A worker with an open range may wait for slots, but a worker with a slot never waits for a range. Therefore one slot
 // is enough for any number of workers.

@@ -26,8 +26,8 @@ type Conversion struct {
 // A Part is a number of elements of a tensor. Whole means all of them.
 type Part struct{ Tensor, Elements int64 }
 
-// A Cost is the bytes that a tensor takes when loaded, and after its conversion. Twice means that the conversion
-// makes a second copy.
+// A Cost is how many bytes a tensor takes when it lands, and how many remain after its conversion. Twice means that the
+// conversion makes a second copy.
 type Cost struct {
 	Lands, Stays int64
 	Twice        bool
@@ -38,7 +38,7 @@ func Costs(ix *tensor.Index, parts []Part, then Conversion) ([]Cost, error) {
 	costs := make([]Cost, len(parts))
 	for i, p := range parts {
 		if p.Tensor < 0 || p.Tensor >= int64(len(ix.Tensors)) {
-			return nil, errs.New(errs.ErrArgument, "part %d: invalid tensor number %d of %d",
+			return nil, errs.New(errs.ErrArgument, "part %d: invalid tensor number %d: the model has %d tensors",
 				i, p.Tensor, len(ix.Tensors))
 		}
 		t := &ix.Tensors[p.Tensor]
@@ -57,7 +57,7 @@ func Costs(ix *tensor.Index, parts []Part, then Conversion) ([]Cost, error) {
 	return costs, nil
 }
 
-// costOf returns the cost of n bytes of a dtype, which must be whole elements.
+// costOf returns the cost of n bytes, which must be whole elements of dtype d.
 func costOf(d tensor.DType, n int64, then Conversion) Cost {
 	switch {
 	case d == tensor.F4 && then.Unpack:

@@ -22,7 +22,7 @@ type Machine struct {
 }
 
 const (
-	// StepPiece fits the L2 cache.
+	// StepPiece fits in the L2 cache.
 	StepPiece = 1 << 20
 	// remotePiece takes 3 ms on a 10 Gbit/s link, which hides the overhead of a response. A load needs memory for only
 	// sixteen such pieces.
@@ -73,8 +73,8 @@ func (m Machine) Limits() Limits {
 //
 // For a device the number is Feeders, because 32 workers were slower than 16. With at least Feeders cores, two cores
 // stay free for the threads that submit to the device and wait for it: 16 readers on 16 cores loaded plain bytes at
-// 44.5 GB/s, and 14 readers at 49.2 GB/s. With fewer cores, more readers than cores are faster: 8 cores lose 3 % with
-// 7 readers, and 4 cores lose 5 % with 4.
+// 44.5 GB/s, and 14 readers at 49.2 GB/s. With fewer cores, more readers than cores are faster: with 7 readers, 8 cores
+// are 3 % slower than with 16, and with 4 readers, 4 cores are 5 % slower.
 //
 // Ranks that share the cores also share the readers. There are as many readers as cores, but at least Feeders in total
 // and between fewFeeders and Feeders per rank. If the ranks send each other what they read, some cores are left to the

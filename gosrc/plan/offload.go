@@ -30,7 +30,7 @@ type Offload struct {
 // DeviceBytes returns the device memory that the weights need, including the ring.
 func (o *Offload) DeviceBytes() int64 { return addSaturating(addSaturating(o.Rest, o.Kept), o.Ring) }
 
-// A module groups all tensors under a name.
+// A module groups the tensors with the same first elements of their names.
 type module struct {
 	name          string
 	bytes, stored int64
@@ -45,7 +45,7 @@ func OffloadOf(ix *tensor.Index, parts []Part, nbytes []int64, keep int64) Offlo
 	for i, p := range parts {
 		t := &ix.Tensors[p.Tensor]
 		length := t.Stored
-		if length == 0 { // a file stores equal tensors once, an offload stores each
+		if length == 0 { // an alias: a file stores equal tensors once, an offload stores each
 			length = nbytes[i]
 		}
 		root.addTensor(t.Name, nbytes[i], length)
@@ -71,7 +71,7 @@ func OffloadOf(ix *tensor.Index, parts []Part, nbytes []int64, keep int64) Offlo
 	return o
 }
 
-// KeptBlocks returns the numbers of the blocks that stay on the device, which have at most keep bytes. They are
+// KeptBlocks returns the numbers of the blocks that stay on the device. Together they have at most keep bytes. They are
 // spread evenly, so that the next streamed block can be fetched while one of them runs.
 func KeptBlocks(nbytes []int64, keep int64) []int64 {
 	count, sum := 0, int64(0)

@@ -1,4 +1,4 @@
-// Package plan computes, from an index and the wanted tensors, which bytes to read and how to decode them. It has no
+// Package plan computes, from an index and the wanted tensors, which bytes to read and how to decode them. It uses no
 // I/O, clock, goroutines or randomness.
 package plan
 
@@ -88,7 +88,7 @@ func Check(ix *tensor.Index, reqs []Request) ([]Want, error) {
 	wants := make([]Want, len(reqs))
 	for i, r := range reqs {
 		if r.Tensor < 0 || r.Tensor >= int64(len(ix.Tensors)) {
-			return nil, errs.New(errs.ErrArgument, "request %d: invalid tensor number %d of %d",
+			return nil, errs.New(errs.ErrArgument, "request %d: invalid tensor number %d: the model has %d tensors",
 				i, r.Tensor, len(ix.Tensors))
 		}
 		if err := wants[i].set(ix, int32(r.Tensor), r); err != nil {
@@ -104,7 +104,7 @@ func (w *Want) set(ix *tensor.Index, n int32, r Request) error {
 	w.Tensor, w.Data = n, n
 	if t.Alias >= 0 {
 		w.Data = t.Alias
-		// Package unpack presents such aliases as plain tensors
+		// Package unpack presents such aliases as plain tensors.
 		if to := &ix.Tensors[w.Data]; to.Parts > 1 && to.RowBits() != t.RowBits() {
 			return errs.New(errs.ErrEngine, "the alias has shape %v, but %q is stored in column parts of shape %v",
 				t.Shape, to.Name, to.Shape)
@@ -409,7 +409,7 @@ func (m *maker) joinIntoPieces(from, to int) {
 	for i := from; i < to; i++ {
 		at := &m.pos[i]
 		begin, end := m.alignDown(at.off), m.alignUp(at.off+at.len, at.source)
-		if end-begin > m.lim.Piece { // the aligned piece would not fit a slot
+		if end-begin > m.lim.Piece { // the aligned piece would not fit in a slot
 			begin, end = at.off, at.off+at.len
 		}
 		alone := m.lim.InPlace && at.inPlace && !(i > 0 && m.pos[i-1].off == at.off &&

@@ -11,8 +11,8 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// With Align, every staged piece begins at a block and ends at a block or the end of its file, and fits its slot. Every
-// task is inside its piece. From a tensor's second piece on, direct reads begin at a block.
+// With Align, every staged piece begins at a block and ends at a block or the end of its file, and fits in its slot.
+// Every task is inside its piece. From a tensor's second piece on, direct reads begin at a block.
 func TestAlign(t *testing.T) {
 	seed := uint64(time.Now().UnixNano())
 	t.Logf("seed %d", seed)

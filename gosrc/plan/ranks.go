@@ -11,7 +11,8 @@ import (
 // A ChunkOf identifies a chunk by the tensor that contains it and its number there.
 type ChunkOf struct{ Data, N int32 }
 
-// NoRank and Several say how many ranks need a chunk. If exactly one rank needs it, its number is used instead.
+// NoRank means that no rank needs a chunk, and Several that several do. If exactly one rank needs it, its number is
+// used.
 const (
 	NoRank  = -1
 	Several = -2
@@ -31,7 +32,8 @@ func NeededBy(ix *tensor.Index, ranks int, needs []Request) ([]int32, error) {
 	for i := range wants {
 		rank := needs[i].Dest
 		if rank >= uintptr(ranks) {
-			return nil, errs.New(errs.ErrArgument, "request %d is for invalid rank %d of %d", i, int64(rank), ranks)
+			return nil, errs.New(errs.ErrArgument, "request %d is for rank %d, but there are %d ranks", i, int64(rank),
+				ranks)
 		}
 		first := ix.Tensors[wants[i].Data].First
 		wants[i].EachChunk(ix, func(n int32) {
@@ -55,11 +57,11 @@ type RankShare struct {
 	Bytes  int64
 }
 
-// Divide divides chunks, in the order of the files, into pieces for which all ranks read about the same amount. A
-// chunk that several ranks need may be read by any rank. A chunk that one rank needs is read by that rank, and a chunk
-// that no rank needs is not read. needed returns which rank needs a chunk, and room the maximum bytes that the chunk
-// takes in a share. A share has at most full bytes. A sixteenth of full stays free unless a single chunk needs it, so
-// that shares fit slots of a power-of-two size.
+// Divide divides chunks, in the order of the files, into pieces for which all ranks read about the same amount. A chunk
+// that several ranks need may be read by any rank. A chunk that one rank needs is read by that rank, and a chunk that
+// no rank needs is not read. needed returns which rank needs a chunk, and room the maximum bytes that the chunk takes
+// in a share. A share has at most full bytes. A sixteenth of full stays free unless a single chunk needs it, so that
+// shares fit in slots with a power-of-two size.
 func Divide(chunks []ChunkOf, ranks int, full int64, needed func(ChunkOf) int32,
 	room func(ChunkOf) int64) (pieces [][]RankShare, err error) {
 	stacks := make([]stack, ranks+1) // the last one holds chunks for any rank

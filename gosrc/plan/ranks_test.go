@@ -12,8 +12,8 @@ import (
 )
 
 // For any needs of the ranks, each needed chunk is read once. If only one rank needs it, that rank reads it. No share
-// exceeds its limit. A rank reads no more than the others, except for one chunk per piece or what only that rank
-// needs. Pieces keep the order of the files.
+// exceeds its limit. A rank reads no more than the others, except for one chunk per piece and the chunks that only that
+// rank needs. Pieces keep the order of the files.
 func TestDivide(t *testing.T) {
 	seed := uint64(time.Now().UnixNano())
 	t.Logf("seed %d", seed)
@@ -54,7 +54,7 @@ func TestDivide(t *testing.T) {
 					}
 				}
 				if read[rank] += sum; sum != s.Bytes || sum > full {
-					t.Fatalf("%d bytes, %d said, of %d", sum, s.Bytes, full)
+					t.Fatalf("the chunks have %d bytes, but Bytes is %d, of at most %d", sum, s.Bytes, full)
 				}
 			}
 		}

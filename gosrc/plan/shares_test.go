@@ -9,8 +9,8 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// Shares cover each piece once and in order, and contain each of its tasks once. They do not cut bytes with a
-// checksum or a block that fits a piece.
+// Shares cover each piece once and in order, and contain each of its tasks once. They do not cut bytes with a checksum
+// or a block that fits in a piece.
 func TestParts(t *testing.T) {
 	seed := uint64(time.Now().UnixNano())
 	t.Logf("seed %d", seed)

@@ -71,8 +71,8 @@ func (m *maker) addCutTasks(growing *Piece, want, number, source int32, task dev
 	}
 }
 
-// endOfPiece returns the largest possible end of the piece that will contain the byte at off. If that byte does not
-// fit the growing piece, growing becomes the next piece.
+// endOfPiece returns the largest possible end of the piece that will contain the byte at off. If that byte does not fit
+// in the growing piece, growing becomes the next piece.
 func (m *maker) endOfPiece(growing *Piece, source int32, off int64) int64 {
 	p := growing
 	if p.Len == 0 || p.Source != source || off < p.Off || off-(p.Off+p.Len) > m.lim.Gap || off >= m.endOf(p) {

@@ -58,7 +58,7 @@ var (
 	notes []Note // notes about dropped preloads that Join has not reported yet
 )
 
-// A Note says why a preload was dropped. Routine means that the program dropped it on purpose.
+// A Note explains why a preload was dropped. Routine means that the program dropped it on purpose.
 type Note struct {
 	Text    string `json:"text"`
 	Routine bool   `json:"routine"`

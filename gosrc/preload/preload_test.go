@@ -155,7 +155,7 @@ func TestReplaced(t *testing.T) {
 			_ = os.Truncate(path, 1)
 			plainFile(t, path, "5678")
 		},
-		"a link with another target": func(path string) {
+		"a link with a different target": func(path string) {
 			_ = os.Remove(path)
 			_ = os.Symlink(plainFile(t, path+".other", "5678"), path)
 		},
@@ -179,7 +179,7 @@ func TestReplaced(t *testing.T) {
 					t.Error("joined:", ok, notes)
 				}
 				if got := bytes(t, m); got != "5678" {
-					t.Errorf("%q: the old bytes", got)
+					t.Errorf("got the old bytes: %q", got)
 				}
 				if !p.model.Spent() {
 					t.Error("the preload still holds tensors that no load can take")

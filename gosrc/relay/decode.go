@@ -87,7 +87,7 @@ func (d *decoder) decodeOnHost(of shares) error {
 func (d *decoder) queueDecoding(slot *queue.Slot, batch []shares, streams []uintptr) error {
 	isSubmitted := false
 	defer func() {
-		if !isSubmitted { // after a panic, because Close waits for every slot
+		if !isSubmitted { // a panic came before Submit: return the slot, because Close waits for every slot
 			d.queue.Put(slot)
 		}
 	}()

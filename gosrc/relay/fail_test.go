@@ -112,7 +112,7 @@ func TestAimAtAnothersOwn(t *testing.T) {
 }
 
 // If Join fails because an offer's process does not exist, Unmapped is set. It is not set if the group load failed
-// earlier with another ErrNotSupported.
+// earlier with a different ErrNotSupported.
 func TestUnmappedIsOfJoin(t *testing.T) {
 	m := plain(t, []int64{7})
 	for _, earlier := range []bool{false, true} {

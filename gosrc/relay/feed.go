@@ -112,7 +112,8 @@ func (q *feedQueue) submitSlots(all []submission) {
 	isSubmitted := false
 	defer q.counts.countDriverTime(time.Now())
 	defer func() {
-		for i := 0; i < len(all) && !isSubmitted; i++ { // after a panic, because Close waits for every slot
+		// a panic came before Submit: return the slots, because Close waits for every slot
+		for i := 0; i < len(all) && !isSubmitted; i++ {
 			q.Put(all[i].Slot)
 		}
 	}()

@@ -15,8 +15,8 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// A layout says which piece each chunk belongs to, and the chunk's offset in a buffer. After it has been made, only its
-// arrivals, decodings and task ranges change.
+// A layout assigns each chunk to a piece, at an offset in a buffer. After it has been made, only its arrivals,
+// decodings and task ranges change.
 type layout struct {
 	spec      *Spec
 	seen      *tensor.Index // index of the model
@@ -286,7 +286,6 @@ func (l *layout) ownersRing(rank int) shareRing {
 // offsetOf returns the offset of a piece's share from base.
 func (b shareRing) offsetOf(piece int) int64 { return b.first + int64(piece%b.count)*b.step }
 
-// addressOf returns the address of a piece's share.
 func (b shareRing) addressOf(piece int) unsafe.Pointer { return unsafe.Add(b.base, b.offsetOf(piece)) }
 
 // pieceOfTask returns the piece that a task of fetch belongs to.

@@ -21,7 +21,8 @@ import (
 	"github.com/overwire/overwire/gosrc/peers"
 )
 
-// A mover moves the pieces of a relay.
+// A mover takes this rank's share and the other ranks' shares of each piece, and has them decoded. movePieces drives
+// it.
 type mover struct {
 	lay    *layout
 	prog   *progress
@@ -83,11 +84,11 @@ var steps = []func(*mover) (bool, error){
 	(*mover).recycleTakenBuffers, (*mover).carryShares, (*mover).decodeWaiting}
 
 // moveOnce polls the GPU, the readers and the other ranks once. It submits the slots that readers have filled and
-// finishes the slots that the GPU has completed. It queues the comparison of checksums of this rank's shares, copies
-// other ranks' shares, and queues the decoding of all of them. On the host it decodes directly. If the caller exchanges
-// the shares, DecodePiece decodes instead. moveOnce skips what another goroutine is doing, and reports whether it did
-// any work. If a step fails or panics, the job ends before moveOnce unlocks turn, and no step runs after that: what the
-// failed step has decoded would be counted twice.
+// finishes the slots that the GPU has completed. It queues checksum comparisons for this rank's shares, copies the
+// other ranks' shares, and queues the decoding of both. On the host it decodes directly. If the caller exchanges the
+// shares, DecodePiece decodes instead. moveOnce skips what another goroutine is doing, and reports whether it did any
+// work. If a step fails or panics, the job ends before moveOnce unlocks turn, and no step runs after that: otherwise,
+// what the failed step has decoded would be counted twice.
 func (m *mover) moveOnce() bool {
 	hasMoved := m.feed != nil && m.feed.submitAndFinish()
 	if !m.turn.TryLock() {
@@ -117,8 +118,8 @@ func (m *mover) moveOnce() bool {
 }
 
 // moveIfLate calls moveOnce for waiting readers, but only if movePieces has not begun a round for lateAfter. That
-// happens if the system has given its core to another thread, if it is in a long step, or if it rests because there
-// was no work.
+// happens if the system has given the core of movePieces to another thread, if movePieces is in a long step, or if it
+// rests because there was no work.
 func (m *mover) moveIfLate() bool {
 	round := m.lastRound.Load()
 	return round != 0 && time.Now().UnixNano()-round > lateAfter.Nanoseconds() && m.moveOnce()

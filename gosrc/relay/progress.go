@@ -39,7 +39,6 @@ func (p *progress) begin() {
 	}
 }
 
-// firstError returns the first error.
 func (p *progress) firstError() error {
 	p.mu.Lock()
 	defer p.mu.Unlock()

@@ -53,7 +53,7 @@ type Relay struct {
 // A Report describes what a relay did and its cost.
 type Report struct {
 	load.Report
-	// Ours means that the error does not concern bytes read by another rank. Otherwise that rank's error says more.
+	// Ours means that the error does not concern bytes read by another rank. Otherwise that rank's error contains more.
 	Ours   bool      `json:"ours"`
 	Pulled int64     `json:"pulled,omitempty"` // bytes copied from other ranks' memory
 	Waited []float64 `json:"waited,omitempty"` // indexed by rank: seconds during which none of its shares was taken
@@ -87,7 +87,7 @@ func Start(m *load.Model, spec *Spec) (_ *Relay, err error) {
 	machine.Cores, machine.Ranks = min(machine.Cores, cores), with
 	for _, n := range spec.Needs {
 		if !spec.Mapped || n.Dest >= uintptr(spec.Ranks) {
-			return nil, errs.New(errs.ErrArgument, "group load: needs are for invalid rank %d of %d",
+			return nil, errs.New(errs.ErrArgument, "group load: needs are for rank %d, but there are %d ranks",
 				int64(n.Dest), spec.Ranks)
 		}
 	}
@@ -159,7 +159,7 @@ func (r *Relay) awaitLayout() error {
 func (r *Relay) awaitPiece(piece int) error {
 	err := r.awaitLayout()
 	if err == nil && (piece < 0 || piece >= len(r.lay.pieces)) {
-		err = errs.New(errs.ErrArgument, "group load: invalid piece %d of %d", piece, len(r.lay.pieces))
+		err = errs.New(errs.ErrArgument, "group load: invalid piece %d: there are %d pieces", piece, len(r.lay.pieces))
 	}
 	return err
 }
@@ -305,7 +305,6 @@ func (r *Relay) closeExchange(ctx context.Context) {
 	r.endTransport(ctx)
 }
 
-// endTransport ends the transport, if any.
 func (r *Relay) endTransport(ctx context.Context) {
 	r.lay.transport.end(ctx, func() bool { return r.prog.firstError() == nil }, func(err error) {
 		r.prog.failWith(r.model.LocateError("stage", err), true)
@@ -393,7 +392,7 @@ func (r *Relay) Offer() (peers.Offer, error) {
 }
 
 // Join connects the relay to the other ranks, with their offers in rank order. It then maps their memory in the
-// background. If either step fails, the job ends with that error. Report.Unmapped says whether the ranks cannot map
+// background. If either step fails, the job ends with that error. Report.Unmapped reports whether the ranks cannot map
 // each other's memory.
 func (r *Relay) Join(offers []peers.Offer) error {
 	t := r.lay.transport

@@ -92,8 +92,8 @@ func coresAndRanks(gpu *cuda.Device, spec *Spec) (cores, ranks int) {
 	return countCores(cmp.Or(spec.Here, spec.Ranks), runtime.NumCPU(), place, &may, nodes.System)
 }
 
-// countCores implements coresAndRanks for a number of ranks. It counts the cores of the place that may
-// allows, or all cores of the process if there are none. root is the directory of the host's sysfs.
+// countCores implements coresAndRanks for a number of ranks. It counts the cores of the place that are in `may`, or all
+// cores of the process if there are none. root is the directory of the host's sysfs.
 func countCores(ranks, cores int, place *nodes.Place, may *unix.CPUSet, root string) (mine, with int) {
 	if near, all := place.Within(may); near.Count() > 0 {
 		return near.Count(), ranksSharing(place.Ranks(ranks), near.Count(), all)

@@ -18,10 +18,10 @@ import (
 //
 // A rank reads its shares into memory that the other ranks map. The ranks map it one after another, while the first
 // shares are being read. A rank publishes a piece when its share has been read and verified. Each other rank polls
-// for that. On a GPU it copies the share to its own memory (staging), on one stream per rank, and then decodes it. On
+// until then. On a GPU it copies the share to its own memory (staging), on one stream per rank, and then decodes it. On
 // the host it decodes the share in place. Then it announces that it no longer needs the share. A rank refills its
-// memory when all other ranks have announced that, independently of other ranks' shares, so a slow reader delays
-// only what it reads.
+// memory when all other ranks have announced that, independently of other ranks' shares, so a slow reader delays only
+// what it reads.
 type transport struct {
 	*peers.Peers
 	gpu      *cuda.Device  // nil on the host

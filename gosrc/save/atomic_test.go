@@ -26,7 +26,7 @@ import (
 	"github.com/overwire/overwire/gosrc/verify"
 )
 
-// A faultyFS fails its call number at, counted from 0, with err.
+// A faultyFS fails with err at call number `at`, counted from 0.
 type faultyFS struct {
 	atomicfile.Disk
 	mu    sync.Mutex
@@ -245,7 +245,7 @@ func TestNoRoom(t *testing.T) {
 }
 
 func TestFullDisk(t *testing.T) {
-	// If the disk fills up during a save, the error is an I/O error with path and offset, and the old file stays.
+	// If the disk fills up during a save, the error is an I/O error with path and offset, and the old file remains.
 	dir := t.TempDir()
 	if err := syscall.Mount("tmpfs", dir, "tmpfs", 0, "size=512k"); err != nil {
 		t.Skipf("no small disk here: mounting tmpfs: %v", err)
@@ -409,7 +409,7 @@ func TestKill(t *testing.T) {
 			Shard: map[string]int64{"300000": 300000}[shard]},
 			version(1))
 		if all, _ := os.ReadDir(dir); err != nil || len(all) != map[string]int{"0": 1, "300000": 4}[shard] {
-			t.Errorf("%v are left: %v", all, err)
+			t.Errorf("left behind: %v (%v)", all, err)
 		}
 		same(t, version(1), read(t, dir))
 		t.Logf("shard %s: %d kills left a whole model, %d none; %d unfinished files", shard, kept, none, len(temps))

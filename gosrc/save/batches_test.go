@@ -48,7 +48,7 @@ func TestSmallTensors(t *testing.T) {
 				first = file
 			}
 			if !bytes.Equal(file, first) || spec.Compress && rep.Compressed < 100 {
-				t.Errorf("%+v: another file of %d bytes, %d tensors compressed", spec, len(file), rep.Compressed)
+				t.Errorf("%+v: a different file of %d bytes, %d tensors compressed", spec, len(file), rep.Compressed)
 			}
 			if _, err := verify.Verify(bg, nil, []string{spec.Path}, format.Access{}, false); err != nil {
 				t.Errorf("%+v: %v", spec, err)

@@ -52,7 +52,7 @@ func (c *classifier) classify(ctx context.Context, items []*Item) error {
 	if err := c.findAliases(ctx, items); err != nil {
 		return err
 	}
-	// If an alias has rows of another size than the tensor with its bytes, that tensor cannot have column parts.
+	// If an alias has rows of a different size than the tensor with its bytes, that tensor cannot have column parts.
 	for _, t := range items {
 		if t.form == alias && t.rowBits() != t.of.rowBits() {
 			t.of.joinParts()

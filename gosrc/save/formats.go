@@ -23,14 +23,14 @@ type fileFormat struct {
 	// extension is the suffix of paths with this format. Paths with other suffixes have the last format in formats.
 	extension string
 	coded     bool // tensors may be compressed, or be aliases
-	// refuse says which part of a Spec the format does not support, or returns "".
+	// refuse returns which part of a Spec the format does not support, or "".
 	refuse func(s *Spec) string
 	// settings are storage options that are added when sources are read for this format.
 	settings map[string]string
 	write    func(ctx context.Context, s *session, to publish.Draft, share writerShare, file *File) (written, error)
 }
 
-// written is the result of one file.
+// written is the result of writing one file.
 type written struct {
 	size     int64
 	original *original.Summary // nil if there is no original

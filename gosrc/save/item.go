@@ -63,7 +63,6 @@ func (p *scattered) bytes(_ context.Context, buf []byte, off int64) ([]byte, err
 	return buf, nil
 }
 
-// deviceBody is a body in device memory.
 type deviceBody struct {
 	*DeviceMemory
 	ahead map[piece][]byte // samples read in advance
@@ -93,7 +92,6 @@ const (
 	alias
 )
 
-// fileBody is a body in a file.
 type fileBody struct{ *stored.Tensor }
 
 func (f fileBody) bytes(ctx context.Context, buf []byte, off int64) ([]byte, error) {
@@ -105,7 +103,7 @@ type fileSource struct {
 	src    source.Source
 	format string // tensor.Source.Format
 	// known is the tensor in a container, or nil for other files. transform is its X16 transform there; 0 means none.
-	// planes says that some of its chunks have codec 6.
+	// planes means that some of its chunks have codec 6.
 	known     *tensor.Tensor
 	transform uint8
 	planes    bool
@@ -250,7 +248,6 @@ func (t *Item) joinParts() {
 	t.parts = 1
 }
 
-// rowBits returns tensor.RowBits of the item.
 func (t *Item) rowBits() int64 {
 	as := tensor.Tensor{DType: t.dtype, Shape: t.shape, Bytes: t.bytes}
 	return as.RowBits()

@@ -102,14 +102,14 @@ func TestSmaller(t *testing.T) {
 			t.Fatal(err)
 		}
 		if sha256Of(t, again.Path) != want {
-			t.Errorf("%+v: another file than by default", spec)
+			t.Errorf("%+v: a different file than by default", spec)
 		}
 		again.Path, again.Level = filepath.Join(dir, "back.safetensors"), "smaller"
 		if _, err := convert.Convert(bg, nil, []string{filepath.Join(dir, "default.safetensors")}, again.Path, again); err != nil {
 			t.Fatal(err)
 		}
 		if sha256Of(t, again.Path) != sha256Of(t, spec.Path) {
-			t.Errorf("%+v: another file than from the tensors", spec)
+			t.Errorf("%+v: a different file than from the tensors", spec)
 		}
 		for _, n := range []string{"default", "smaller", "again", "back"} {
 			if err := os.Remove(filepath.Join(dir, n+".safetensors")); err != nil {

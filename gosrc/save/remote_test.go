@@ -109,7 +109,7 @@ func TestFarShards(t *testing.T) {
 	if err := os.MkdirAll(filepath.Dir(keep), 0o755); err != nil {
 		t.Fatal(err)
 	}
-	if err := os.WriteFile(keep, []byte("not ours"), 0o644); err != nil {
+	if err := os.WriteFile(keep, []byte("of another program"), 0o644); err != nil {
 		t.Fatal(err)
 	}
 	var in []save.Input

@@ -47,7 +47,6 @@ func Write(ctx context.Context, j *job.Job, spec Spec, in []Input) (Report, erro
 	return rep, errs.Ended(ctx, err)
 }
 
-// itemsIn returns the items for inputs.
 func itemsIn(in []Input) []*Item {
 	items := make([]*Item, len(in))
 	for i := range in {

@@ -91,15 +91,15 @@ func TestDeterministic(t *testing.T) {
 			if first == "" {
 				first = d
 			} else if d != first {
-				t.Fatalf("%+v: other bytes", spec)
+				t.Fatalf("%+v: the bytes differ", spec)
 			}
 		}
 	}
 }
 
 func TestAliases(t *testing.T) {
-	// Tied and equal tensors of any shape are stored once. Tensors with the same bytes but another dtype, and almost
-	// equal tensors, are stored separately.
+	// Tied and equal tensors of any shape are stored once. Tensors with the same bytes but a different dtype, and
+	// almost equal tensors, are stored separately.
 	r := newRand(t)
 	a := bf16("m.a", r, 64, 64)
 	small := noise(r, 100)
@@ -170,7 +170,7 @@ func TestPartsOfAliases(t *testing.T) {
 	same(t, otherRows(), read(t, again))
 }
 
-// otherRows returns the tensors of the golden file other-rows-1.0. Some aliases have rows of another size than the
+// otherRows returns the tensors of the golden file other-rows-1.0. Some aliases have rows of a different size than the
 // tensors in column parts that they refer to.
 func otherRows() []save.Input {
 	r := fixedRand()
@@ -189,8 +189,8 @@ func otherRows() []save.Input {
 	}
 }
 
-// A golden file from an older writer, with aliases that have rows of another size than their tensors in column parts,
-// loads and passes verification.
+// A golden file from an older writer, with aliases that have rows of a different size than their tensors in column
+// parts, loads and passes verification.
 func TestGoldenOtherRows(t *testing.T) {
 	golden := filepath.Join(goldens, "other-rows-1.0", "parts.safetensors")
 	same(t, otherRows(), read(t, golden))

@@ -84,7 +84,7 @@ func TestEveryStepOfAReplacement(t *testing.T) {
 				t.Errorf("%s: %d steps, %v", name, steps, err)
 			}
 			if all, _ := os.ReadDir(dir); len(all) != len(rep.Files) {
-				t.Errorf("%s: %v are there, %v were written", name, all, rep.Files)
+				t.Errorf("%s: found %v, but %v were written", name, all, rep.Files)
 			}
 		}
 	}
@@ -113,7 +113,7 @@ func TestEveryStepOfAConversion(t *testing.T) {
 			}
 			same(t, of(2, 4), read(t, to))
 			if all, _ := os.ReadDir(to); len(all) != 3 || len(rep.Files) != 3 {
-				t.Errorf("%v are there, %v were written", all, rep.Files)
+				t.Errorf("found %v, but %v were written", all, rep.Files)
 			}
 		}
 	}
@@ -320,7 +320,7 @@ func TestTwoIndexesOfOneFamily(t *testing.T) {
 	}
 }
 
-// If an index cannot be read, files that it may list are not removed, and the old set stays.
+// If an index cannot be read, files that it may list are not removed, and the old set remains.
 func TestAnIndexThatIsNotRead(t *testing.T) {
 	for _, broken := range []string{"model.safetensors.index.fp16.json", "model.fp16.safetensors.index.json"} {
 		dir := t.TempDir()

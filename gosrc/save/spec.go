@@ -35,7 +35,7 @@ type DeviceMemory struct {
 	Read func(dst []byte, off int64) error
 }
 
-// A Spec says what to write. Its zero value, with a Path, writes one plain safetensors file with all cores.
+// A Spec describes what to write. Its zero value, with a Path, writes one plain safetensors file with all cores.
 type Spec struct {
 	// Path is the file to write, e.g. "model.safetensors". A symbolic link is followed. s3:// and redis:// are written
 	// without a local file: the object is sent in parts and becomes visible in one step. If there are several files,
@@ -57,14 +57,14 @@ type Spec struct {
 	// NoSHA256 makes a conversion store no SHA-256 of the original, because only one core can
 	// compute it for each file. The original's header and tensor hashes are still checked.
 	NoSHA256 bool `json:"no_sha256,omitempty"`
-	// Parts divides compressed tensors into 1, 2, 4 or 8 column parts, so a slice of dimension 1
-	// reads only the parts that it needs. A tensor gets fewer parts if its rows cannot be divided
-	// evenly, and 1 if it has an alias with rows of another size. 0 means 1.
+	// Parts divides compressed tensors into 1, 2, 4 or 8 column parts, so a slice of dimension 1 reads only the parts
+	// that it needs. A tensor gets fewer parts if its rows cannot be divided evenly, and 1 if it has an alias with rows
+	// of a different size. 0 means 1.
 	Parts int `json:"parts,omitempty"`
 	// Threads is the number of cores to use; 0 means all.
 	Threads int `json:"threads,omitempty"`
 	// Shard is the maximum number of tensor bytes in one file; 0 means no limit. If the tensors do not fit in one file,
-	// the files get an index and are named as Hugging Face does: model-00001-of-00002.safetensors and
+	// the files get an index and are named as on the Hugging Face Hub: model-00001-of-00002.safetensors and
 	// model.safetensors.index.json. A larger tensor gets a separate file. If there is an earlier set, the new shards
 	// get unused names (modelfiles.Mark), and the index replaces the old one in one step. Then files of an earlier save
 	// of the path (shards, single file, index) are removed.
@@ -80,7 +80,7 @@ type Spec struct {
 	// readers of the folder would follow the index and still load the old model.
 	Beside bool `json:"beside,omitempty"`
 
-	// Storage says how to reach remote files: the target, and the sources of a conversion.
+	// Storage describes how to reach remote files: the target, and the sources of a conversion.
 	Storage format.Access `json:"storage,omitzero"`
 	// Staging, if not nil, collects all stored bytes in host memory before files are written.
 	Staging *Staging `json:"-"`
@@ -152,9 +152,9 @@ func badArgument(path, name, format string, args ...any) error {
 	return errs.Locate("save", path, name, -1, errs.New(errs.ErrArgument, format, args...))
 }
 
-// A Report says what was written. BytesIn counts the logical bytes of tensors, BytesOut the
-// bytes of the weight files. Ratio is BytesOut / BytesIn, or 1 if there were no bytes. Copied
-// files are counted separately, because they contain no tensors.
+// A Report describes what was written. BytesIn counts the logical bytes of tensors, BytesOut the bytes of the weight
+// files. Ratio is BytesOut / BytesIn, or 1 if there were no bytes. Copied files are counted separately, because they
+// contain no tensors.
 type Report struct {
 	BytesIn     int64    `json:"bytes_in"`
 	BytesOut    int64    `json:"bytes_out"`

@@ -44,8 +44,9 @@ var faults = map[string]fault{
 	"range":   {says: "206 with a different range than requested", ranged: true, head: sendOtherRange},
 	"whole":   {says: "200 with the whole file for a range", ranged: true, send: sendWhole},
 	"length":  {says: "a Content-Length that differs from the range's length", ranged: true, head: claimOtherLength},
-	"etag":    {says: "the right bytes with another ETag", ranged: true, head: func(p *reply) { p.tag = `"another"` }},
-	"gzip":    {says: "a body encoded with gzip, although identity was requested", send: sendZipped},
+	"etag": {says: "the right bytes with a different ETag", ranged: true,
+		head: func(p *reply) { p.tag = `"another"` }},
+	"gzip": {says: "a body encoded with gzip, although identity was requested", send: sendZipped},
 	"loop": {says: "a redirect to the same address", send: func(p *reply) {
 		http.Redirect(p.w, p.r, p.r.URL.Path, http.StatusFound)
 	}},

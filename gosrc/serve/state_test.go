@@ -31,7 +31,7 @@ func put(t *testing.T, path string, fill byte, inPlace bool) {
 	}
 }
 
-// Another file of the same size and time has another ETag, so that clients detect the change. Only a file that
+// A different file of the same size and time has a different ETag, so that clients detect the change. Only a file that
 // is written continuously has a weak ETag.
 func TestStatesHaveETagsOfTheirOwn(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "x")

@@ -58,7 +58,8 @@ func Prepare(spec Spec, bytes int64, in []Tensor) (*Preparation, error) {
 	want := aheadOf(need)
 	if unit := memory.RegisterAlignment(); spec.Budget > 0 && sizes.RoundUp(want, unit) > spec.Budget {
 		if want = spec.Budget / unit * unit; want == 0 {
-			return &Preparation{Bytes: need}, nil // less than one unit fits the budget; the sleep allocates it itself
+			// less than one unit fits in the budget; the sleep allocates it itself
+			return &Preparation{Bytes: need}, nil
 		}
 	}
 	m, err := pinned.Prepare(max(most, want), want, gpu)

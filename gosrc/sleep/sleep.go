@@ -46,7 +46,7 @@ type Tensor struct {
 	Data  []byte
 }
 
-// A Spec says how to put tensors to sleep.
+// A Spec describes how to put tensors to sleep.
 type Spec struct {
 	// Device is the device that holds all tensors, e.g. "cpu" or "cuda:1".
 	Device string `json:"device"`

@@ -86,7 +86,7 @@ func same(t testing.TB, m *load.Model, device string, in []Tensor) {
 	t.Helper()
 	ix := m.Index()
 	if len(ix.Tensors) != len(in) {
-		t.Fatalf("%d tensors of %d", len(ix.Tensors), len(in))
+		t.Fatalf("got %d of %d tensors", len(ix.Tensors), len(in))
 	}
 	l, err := m.Start(nil, load.Options{Device: device})
 	if err != nil {
@@ -215,8 +215,8 @@ func TestSleepFindsDamage(t *testing.T) {
 	same(t, m, "", in)
 }
 
-// If the estimate exceeds the budget, the sleep is refused in advance with the number of bytes. If the actual size
-// exceeds it, the sleep also fails. No memory is leaked.
+// If the estimate exceeds the budget, the sleep is refused in advance, and the error contains the number of bytes. If
+// the actual size exceeds it, the sleep also fails. No memory is leaked.
 func TestSleepBudget(t *testing.T) {
 	smaller(t)
 	r := random(t)

@@ -12,7 +12,7 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
-// Options says how to reach a store. The zero value means the store's defaults and an empty environment. Values
+// Options describes how to reach a store. The zero value means the store's defaults and an empty environment. Values
 // may be secrets, so messages never contain them; errors name only keys.
 type Options struct {
 	// Storage is the caller's storage_options=, with all values as text. HTTP headers have keys of the form
@@ -152,6 +152,6 @@ type Outline struct {
 	// Size derives the object's size from its first bytes. It returns -1 if they do not state it. If need exceeds
 	// len(head), Size must be called again with that many bytes. A nil Size means that the size is unknown.
 	Size func(uri string, head []byte) (size, need int64, err error)
-	// Longer says that the object may have more bytes than Size reports; those are not needed.
+	// Longer means that the object may have more bytes than Size reports; those are not needed.
 	Longer bool
 }

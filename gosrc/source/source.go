@@ -32,10 +32,10 @@ type Source interface {
 // ReadAt, with no round trip per read, and that has no identity. A source that wraps another one passes on only
 // the facts that are true of the wrapper: see ReadAtOnly.
 type Facts struct {
-	// Remote says that the bytes come from another program or over a network, which includes network file systems.
+	// Remote means that the bytes come from another program or over a network, which includes network file systems.
 	Remote bool
-	// Quick says that the kernel serves the file from a local disk or memory, so reads never wait for a server.
-	// A file on an unknown file system is neither Remote nor Quick.
+	// Quick means that the kernel serves the file from a local disk or memory, so reads never wait for a server. A file
+	// on an unknown file system is neither Remote nor Quick.
 	Quick bool
 	// Concurrency is the largest number of parallel reads that the source can use. Each read costs a round
 	// trip, so a few large reads are better than many small ones. 1 means that the bytes arrive in order. 0
@@ -92,9 +92,9 @@ func (f Facts) ReadAtOnly() Facts {
 type File interface {
 	// WithFD calls fn with the open file descriptor. The file stays open until fn returns.
 	WithFD(fn func(fd int) error) error
-	// Expect announces a load that will read total bytes, from this file and others, in the mode how (a value
-	// of OVERWIRE_READ). host says that the tensors are loaded into host memory. Expect returns how many
-	// parallel ReadAt calls suit the file best; 0 means any number.
+	// Expect announces a load that will read total bytes, from this file and others, in the mode how (a value of
+	// OVERWIRE_READ). host means that the tensors are loaded into host memory. Expect returns how many parallel ReadAt
+	// calls suit the file best; 0 means any number.
 	Expect(total int64, host bool, how string) (depth int)
 	// DirectBytes is the number of bytes read by direct I/O since Expect.
 	DirectBytes() int64
@@ -186,8 +186,8 @@ type Range interface {
 
 type urgentKey struct{}
 
-// Urgent returns a context for reads that do not wait for a permit, because their caller holds resources for which
-// the owners of permits wait.
+// Urgent returns a context for reads that do not wait for a permit. Their caller holds resources that the permit
+// holders are waiting for, so waiting could deadlock.
 func Urgent(ctx context.Context) context.Context { return context.WithValue(ctx, urgentKey{}, true) }
 
 // IsUrgent reports whether ctx is from Urgent.

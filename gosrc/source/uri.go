@@ -253,7 +253,7 @@ func (r HF) String() string {
 }
 
 // ObjectKey returns the same text for the same state of an object, in every process. store is the result of
-// Options.StoreOf, and pin is that of the object's Identity. Secrets in the URI do not count.
+// Options.StoreOf, and pin is the Pin of the object's Identity. Secrets in the URI do not count.
 func ObjectKey(uri, store, pin string, size int64) string {
 	hash := sha256.Sum256(fmt.Appendf(nil, "%s\x00%s\x00%s\x00%d", BareURI(uri), store, pin, size))
 	return hex.EncodeToString(hash[:16])

@@ -71,7 +71,7 @@ func (m *Model) Metadata(k int) map[string]string {
 	return out
 }
 
-// Holder returns the number of the tensor that stores the bytes of tensor i. It is i, unless that is an alias.
+// Holder returns the number of the tensor that stores the bytes of tensor i. It is i, unless tensor i is an alias.
 func (m *Model) Holder(i int) int {
 	if a := m.Index.Tensors[i].Alias; a >= 0 {
 		return int(a)

@@ -22,7 +22,7 @@ const plainBlock = 1 << 20
 
 // A Tensor reads one tensor of a source. Its chunks are read, checked and decoded when their bytes are needed. In the
 // common case, a request for exactly one whole chunk, the chunk is decoded directly to its destination. Other requests,
-// such as column parts or another chunk size, use a cache, so each chunk is decoded about once.
+// such as column parts or a different chunk size, use a cache, so each chunk is decoded about once.
 type Tensor struct {
 	src   source.Source
 	idx   *tensor.Index

@@ -9,7 +9,7 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
-// These are the limits of all readers.
+// Limits that all readers apply.
 const (
 	MaxHeader     = 100_000_000 // bytes of a safetensors header, for reading and writing
 	MaxIndex      = 1 << 30     // bytes of a container's index
@@ -21,7 +21,7 @@ const (
 // A Codec identifies the encoding of a chunk's bytes.
 type Codec uint8
 
-// These are the codec ids of docs/format.md, which reserves the gaps.
+// Codec ids. docs/format.md reserves the gaps.
 const (
 	CodecRaw    Codec = 0
 	CodecX16    Codec = 1
@@ -112,7 +112,7 @@ type Index struct {
 // Its random seed keeps a file from choosing names that collide.
 type names struct {
 	seed  maphash.Seed
-	slots []int32 // tensor number + 1, or 0 if free; the length is a power of two, at least twice the tensors
+	slots []int32 // tensor number + 1, or 0 if free; the length is a power of two, at least twice the number of tensors
 }
 
 func newNames(n int) names {
@@ -123,7 +123,7 @@ func newNames(n int) names {
 	return names{maphash.MakeSeed(), make([]int32, size)}
 }
 
-// slot returns the slot of the tensor with the given source and name, or the free slot for it. Tensors of other
+// slot returns the slot of the tensor with the given source and name, or the free slot for it. Tensors in different
 // sources may have the same name.
 func (n *names) slot(ts []Tensor, source int32, name string) *int32 {
 	mask := uint64(len(n.slots) - 1)
@@ -195,7 +195,7 @@ func (ix *Index) Select(kept []bool) (*Index, error) {
 			} else if to.Parts > 1 && !slices.Equal(to.Shape, t.Shape) {
 				return nil, errs.Locate("index", ix.Sources[t.Source].URI, t.Name, -1,
 					errs.New(errs.ErrNotSupported,
-						"it shares the bytes of %q, which has another shape and is not listed in the "+
+						"it shares the bytes of %q, which has a different shape and is not listed in the "+
 							"index.json", to.Name))
 			} else {
 				place[t.Alias] = place[i]

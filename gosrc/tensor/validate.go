@@ -10,7 +10,7 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
-// These limits apply to the chunks of a container.
+// Limits for the chunks of a container.
 const (
 	ChunkAlign   = 4096 // the chunk size is a multiple of this
 	StoredAlign  = 16   // stored chunks start at multiples of this, except in plain tensors

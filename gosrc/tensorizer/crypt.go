@@ -176,7 +176,7 @@ func parseCrypt(b []byte, bytes int64) (*Crypt, error) {
 			}
 			if size < 1024 || size%64 != 0 || c.Chunk <= 0 || count == 0 ||
 				sizes.CeilDiv(bytes, c.Chunk) != int64(count) {
-				return nil, errs.New(errs.ErrFormat, "%d encrypted chunks of %d bytes do not fit %d data "+
+				return nil, errs.New(errs.ErrFormat, "%d encrypted chunks of %d bytes do not match %d data "+
 					"bytes", count, size, bytes)
 			}
 			boxes = true

@@ -20,7 +20,7 @@ type Flow struct {
 	Bytes int64
 	// Next returns bytes [off, off+len(buf)). The result is buf, or another slice that is valid until the next call.
 	Next func(ctx context.Context, buf []byte, off int64) ([]byte, error)
-	// Step, if not 0, divides every offset that is passed to Next, and every size except the last one.
+	// If Step is not 0, every offset passed to Next and every size except the last is a multiple of it.
 	Step int64
 	// Memory, if not nil, is the complete data and is used instead of Next.
 	Memory []byte

@@ -88,8 +88,8 @@ func indexOn(ctx context.Context, f *File, src source.Source, settings map[strin
 	return ix, plain, nil
 }
 
-// RefuseSettings checks the settings for a file in another format. A key is a NotEncryptedError. A request to compare
-// CRC32 is errs.ErrArgument if the file has no checksums (sums is false).
+// RefuseSettings checks the settings for a file in a different format. A key gives a NotEncryptedError. A request to
+// compare CRC32 gives errs.ErrArgument if the file has no checksums (sums is false).
 func RefuseSettings(uri string, settings map[string]string, sums bool) error {
 	at := func(class error, format string, args ...any) error {
 		return errs.In("index", uri, errs.New(class, format, args...))
@@ -128,7 +128,7 @@ type EntryDescription struct {
 	Derive *Derivation `json:"derive,omitempty"`
 }
 
-// These are the settings for reading and writing .tensors files.
+// The names of the settings; their values are text.
 const (
 	OptionKey      = "key"      // 64 hex digits
 	OptionPassword = "password" // hex digits of the password's bytes

@@ -14,7 +14,7 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// A changed bit in a local file's index never gives a tensor another name, dtype, shape, offset or size than its
+// A changed bit in a local file's index never gives a tensor a different name, dtype, shape, offset or size than its
 // record. In any source, a tensor with data never reads as zeros because the index was changed.
 func TestIndexIsComparedWithRecords(t *testing.T) {
 	whole := file(t, []Item{

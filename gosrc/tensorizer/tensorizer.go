@@ -47,7 +47,7 @@ const (
 
 	headSize = 73
 
-	// These are the flags.
+	// The bits of a file's flags; see the package comment.
 	encrypted = 1
 	tagged    = 2 // index entries begin with their version; always set in version 5
 
@@ -55,7 +55,7 @@ const (
 	maxMeta    = 16 << 30 // maximum total size of tensors without data
 )
 
-// These are the types of an entry.
+// The type of an entry says which part of a module the tensor is.
 const (
 	Parameter = iota
 	Buffer

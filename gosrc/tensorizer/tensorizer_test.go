@@ -337,7 +337,7 @@ func TestSealed(t *testing.T) {
 	}
 }
 
-// Unknown features are errs.ErrNotSupported. Damage is errs.ErrFormat or errs.ErrCorrupt.
+// Unknown features give errs.ErrNotSupported. Damage gives errs.ErrFormat or errs.ErrCorrupt.
 func TestRefused(t *testing.T) {
 	whole := file(t, []Item{
 		{Name: "x.a", Type: Parameter, Text: "<f4", Dims: []int64{2, 3}, Bytes: 24},

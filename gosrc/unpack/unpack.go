@@ -1,6 +1,6 @@
 // Package unpack presents tensors that only the host can decode as plain tensors, so all loads, even to a GPU, can read
-// them. These are tensors with chunks of codec 6, and tensors in column parts that have an alias with rows of another
-// size.
+// them. These are tensors with chunks of codec 6, and tensors in column parts that have an alias with rows of a
+// different size.
 package unpack
 
 import (
@@ -68,8 +68,8 @@ func Model(ix *tensor.Index, srcs []source.Source) (*tensor.Index, []source.Sour
 	return out, srcs
 }
 
-// otherRows returns the tensors in column parts that have an alias with rows of another size, which do not match the
-// columns of the parts. It returns nil if there are no such tensors.
+// otherRows returns the tensors in column parts that have an alias with rows of a different size, which do not match
+// the columns of the parts. It returns nil if there are no such tensors.
 func otherRows(ix *tensor.Index) (holders map[int32]bool) {
 	for i := range ix.Tensors {
 		t := &ix.Tensors[i]

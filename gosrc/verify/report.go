@@ -14,7 +14,7 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// A Report says what was verified. After an error, its counts say what was verified before the error.
+// A Report describes what was verified. After an error, its counts cover what was verified before the error.
 type Report struct {
 	OK      bool           `json:"ok"`
 	Tensors int            `json:"tensors"` // verified tensors, including aliases
@@ -114,9 +114,9 @@ type InspectedFile struct {
 // CodingUnknown is the coding of a tensor of unknown type. Its bytes are reported as 0.
 const CodingUnknown = "unknown"
 
-// An InspectedTensor is one tensor. Coding says how its bytes are stored: "plain", "alias",
-// "encrypted" or "zeros" (not stored) in .tensors files, "unknown" in GGUF files, or the codec
-// and transform of its chunks, such as "X16/bf16", with "+raw" if some chunks are stored raw.
+// An InspectedTensor is one tensor. Coding is how its bytes are stored: "plain", "alias", "encrypted" or "zeros" (not
+// stored) in .tensors files, "unknown" in GGUF files, or the codec and transform of its chunks, such as "X16/bf16",
+// with "+raw" if some chunks are stored raw.
 type InspectedTensor struct {
 	Name    string  `json:"name"`
 	DType   string  `json:"dtype"`

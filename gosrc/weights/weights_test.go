@@ -67,8 +67,7 @@ func TestEntropyIsRealistic(t *testing.T) {
 	}
 }
 
-// The same seed gives the same bytes for any number of threads. Another seed gives other
-// bytes.
+// The same seed gives the same bytes for any number of threads. A different seed gives different bytes.
 func TestDeterministic(t *testing.T) {
 	for _, k := range Kinds() {
 		sum := func(seed uint64, threads int) uint64 {

@@ -12,12 +12,12 @@ BITS = dict(
     U64=64,
 )
 
-# Dtypes that dtype= casts. Packed types and F8_E8M0 (scales) are not cast.
+# Dtypes that the dtype= option can cast. Packed types and F8_E8M0 (scales) are not cast.
 FLOATS = frozenset("""
     F8_E5M2 F8_E4M3 F8_E4M3FNUZ F8_E5M2FNUZ F16 BF16 F32 F64
 """.split())
 
-# Dtypes that the engine casts on a GPU, from and to.
+# Dtypes that the engine can cast from, and dtypes that it can cast to, on a GPU.
 CAST_FROM = frozenset("""
     F8_E5M2 F8_E4M3 F16 BF16 F32
 """.split())
@@ -26,7 +26,7 @@ CAST_TO = frozenset("""
     F16 BF16 F32
 """.split())
 
-# Variables that stores use. A name that ends with * is a prefix.
+# Environment variables that stores use. A name that ends with * is a prefix.
 STORES = frozenset("""
     AWS_* HTTP_PROXY HTTPS_PROXY ALL_PROXY NO_PROXY HF_TOKEN HUGGING_FACE_HUB_TOKEN HF_TOKEN_PATH
     HF_HUB_DISABLE_IMPLICIT_TOKEN HF_ENDPOINT HF_HOME HF_HUB_CACHE HUGGINGFACE_HUB_CACHE
@@ -34,7 +34,7 @@ STORES = frozenset("""
     CURL_CA_BUNDLE REQUESTS_CA_BUNDLE REDISCLI_AUTH
 """.split())
 
-# Variables of settings, and their aliases.
+# Environment variables for settings, and their aliases.
 SETTINGS = frozenset("""
     OVERWIRE_PRELOAD PRELOAD_PATH OVERWIRE_PRELOAD_DEVICE OVERWIRE_NO_PRELOAD NO_PRELOAD
     LOAD_UNCOMPRESSED OVERWIRE_PATCH OVERWIRE_CACHE OVERWIRE_CACHE_GB OVERWIRE_RAY
@@ -44,7 +44,7 @@ SETTINGS = frozenset("""
     DOWNLOADER_PATH OVERWIRE_DOWNLOADER_LOG DOWNLOAD_LOG
 """.split())
 
-# Suffixes of weight files in unsupported formats. Such files are copied, up to a size in bytes.
+# Suffixes of weight files in unsupported formats. Files of up to MOST_OTHER bytes are copied.
 OTHER_WEIGHTS = tuple("""
     .bin .ckpt .gguf .ggml .h5 .keras .mlmodel .msgpack .nemo .npz .onnx .onnx_data .ot .pb .pdparams
     .pkl .pt .pth .tensors .tflite

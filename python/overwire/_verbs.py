@@ -389,10 +389,10 @@ def codec_names() -> list[str]:
 
 
 def codec(request: str, numbers: bytes) -> JobNumber:
-    """Encode, decode or measure buffers, which must not change until the job has ended. For each buffer,
-    the result has an address, a length, and whether checksums were compared; memory, if the caller
-    passed no output; and errors by buffer number. Numbers: for each buffer its address and size,
-    whether it has an output, and the output's address and size."""
+    """Encode, decode or measure buffers, which must not change until the job has ended. The result has an
+    address, a length, and whether checksums were compared, for each buffer. It also has the memory
+    of outputs that the caller did not pass, and errors by buffer number. Numbers: for each buffer
+    its address and size, whether it has an output, and the output's address and size."""
     return core().start("codec", request, numbers)
 
 
@@ -463,28 +463,28 @@ def gpu_alloc(device: int, nbytes: int) -> Result:
 
 
 def gpu_copy(device: int, stream: int, dst: int, src: int, nbytes: int, wait: int, afters: int, numbers: bytes) -> None:
-    """Queue a copy between any two addresses. Numbers: streams to wait for, as many as `afters` says."""
+    """Queue a copy between any two addresses. Numbers: the `afters` streams to wait for."""
     core().call("gpu_copy", "", pack("=7q", device, stream, dst, src, nbytes, wait, afters) + numbers)
 
 
 def gpu_decode(word: str, device: int, stream: int, kind: int, afters: int, numbers: bytes) -> int:
-    """Queue the decoding of bitstreams and return the batch, without waiting. Numbers: streams to wait
-    for, as many as `afters` says; then for each bitstream its address and size, those of its
-    content, and the chunk size."""
+    """Queue the decoding of bitstreams and return the batch, without waiting. Numbers: the `afters`
+    streams to wait for; then for each bitstream its address and size, those of its content, and
+    the chunk size."""
     return _number(core().call("gpu_decode", word, pack("=4q", device, stream, kind, afters) + numbers))
 
 
 def gpu_peek(word: str, device: int, stream: int, kind: int, afters: int, numbers: bytes) -> Result:
-    """Return the content size, chunk size and algorithm of bitstreams, and errors by number. Numbers:
-    streams to wait for, as many as `afters` says; then for each bitstream its address and size,
-    those of its content, and the chunk size."""
+    """Return the content size, chunk size and algorithm of bitstreams, and errors by number. Numbers: the
+    `afters` streams to wait for; then for each bitstream its address and size, those of its
+    content, and the chunk size."""
     return core().call("gpu_peek", word, pack("=4q", device, stream, kind, afters) + numbers)
 
 
 def gpu_encode(device: int, stream: int, kind: int, scratch: int, room: int, afters: int, numbers: bytes) -> int:
-    """Queue the encoding to X16 bitstreams and return the batch, without waiting. Numbers: streams to
-    wait for, as many as `afters` says; then for each content its address and size, those of the
-    output, chunk size, transform."""
+    """Queue the encoding to X16 bitstreams and return the batch, without waiting. Numbers: the `afters`
+    streams to wait for; then for each content its address and size, those of the output, chunk
+    size, transform."""
     return _number(core().call("gpu_encode", "", pack("=6q", device, stream, kind, scratch, room, afters) + numbers))
 
 
@@ -494,8 +494,8 @@ def gpu_wait(batch: int, wait: int) -> Result:
 
 
 def digest(device: int, stream: int, contiguous: int, numbers: bytes) -> JobNumber:
-    """Compute digests of tensors, 16 bytes each, in host memory (device -1) or on a GPU after the work
-    queued on a stream. Numbers: the addresses of the contiguous tensors, then their sizes in
+    """Compute the 16-byte digests of tensors in host memory (device -1), or of tensors on a GPU after the
+    work queued on a stream. Numbers: the addresses of the contiguous tensors, then their sizes in
     bytes; for each other tensor its address, element size, number of dimensions, their sizes, and
     their strides in bytes."""
     return core().start("digest", "", pack("=3q", device, stream, contiguous) + numbers)
@@ -508,8 +508,8 @@ def digests(request: _requests.DigestsRequest) -> JobNumber:
 
 
 def feed_open(size: int) -> int:
-    """Make a feed, which the sources opened from now on with `fed` ask for pieces of `size` bytes. It
-    replaces the process's former feed."""
+    """Make a feed of pieces of `size` bytes. Sources that are opened with `fed` from now on request
+    pieces from it. It replaces the process's previous feed."""
     return _number(core().call("feed_open", "", pack("=1q", size)))
 
 
@@ -520,7 +520,7 @@ def feed_next(feed: int, ms: int) -> _requests.FeedEvents:
 
 
 def feed_answer(feed: int, file: int, piece: int, address: int, nbytes: int, numbers: bytes) -> int:
-    """Answer a question for a piece. Without an address, the source reads its store. Return 1 if the
+    """Answer a request for a piece. Without an address, the source reads its store. Return 1 if the
     memory is used, otherwise 0. Numbers: the CRC32C of each MiB, or nothing."""
     return _number(core().call("feed_answer", "", pack("=5q", feed, file, piece, address, nbytes) + numbers))
 
@@ -531,5 +531,6 @@ def feed_read(feed: int, file: int, piece: int, address: int, nbytes: int) -> _r
 
 
 def feed_close(feed: int) -> None:
-    """Make all sources of a feed read only from their stores. On return none uses memory of a piece."""
+    """Make all sources of a feed read only from their stores. On return, none of them uses the memory of
+    a piece."""
     core().call("feed_close", "", pack("=1q", feed))

@@ -39,7 +39,6 @@ func given(r *binding.Result, err error) (uint64, error) {
 	return uint64(uintptr(unsafe.Pointer(to))), nil
 }
 
-// export makes the DLManagedTensors of tensors.
 func export(tensors []binding.Exported, raw bool, to *C.struct_ow_result) error {
 	if len(tensors) == 0 {
 		return nil

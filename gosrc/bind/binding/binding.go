@@ -49,7 +49,7 @@ func Guard[T any](name string, fn func() (T, error)) (T, error) {
 // A Result is the result of a verb. The receiver owns the memory of Tensors and the handle Model.
 type Result struct {
 	Text    string  // JSON, or ""
-	Numbers []int64 // the verb's row in the table says what they mean
+	Numbers []int64 // explained in the verb's row of the table
 	Tensors []Exported
 	Raw     bool          // export Tensors as unsigned integers of their width
 	Table   *tensor.Index // index of an opened model
@@ -57,8 +57,8 @@ type Result struct {
 	owned   uint64        // handle in Text that the receiver owns, or 0
 }
 
-// An Exported is a tensor for Python. OK is false if there is none, because it was loaded to the caller's memory or has
-// already been exported.
+// An Exported is a tensor for Python. OK is false if there is nothing to export, because the tensor was loaded into the
+// caller's memory or has already been exported.
 type Exported struct {
 	Mem   device.Memory
 	Shape []int64
@@ -81,7 +81,6 @@ func (r *Result) Drop() {
 	*r = Result{}
 }
 
-// setup is the result of Setup.
 type setup struct {
 	// Warnings are messages about ignored values and unknown names.
 	Warnings []string `json:"warnings"`
@@ -217,7 +216,7 @@ func Free(handle uint64, how int) {
 	}
 }
 
-// parse decodes JSON from Python to *v.
+// parse decodes JSON from Python into *v.
 func parse(text string, v any) error {
 	if err := rawjson.Unmarshal(text, v); err != nil {
 		return unfit(err)
@@ -231,7 +230,7 @@ var inPython = map[string]string{
 	"float64": "float", "bool": "bool",
 }
 
-// unfit returns an error that describes an argument of the wrong type with Python types.
+// unfit returns the error for an argument of the wrong type, with the names of the Python types.
 func unfit(err error) error {
 	var of *json.UnmarshalTypeError
 	if !errors.As(err, &of) {
@@ -252,9 +251,9 @@ func encode(v any) (*Result, error) {
 	return &Result{Text: string(b)}, nil
 }
 
-// The garbage collector does not run while the engine starts, and rarely while the heap is small. By default, Go
-// collects when the heap has doubled or grown by 4 MiB. This happened two or three times while a group
-// load was planned, and took half of that time.
+// The garbage collector does not run while the engine starts, and it rarely runs while the heap is small. By default,
+// Go collects when the heap has doubled since the last collection, but not before it reaches 4 MiB. This happened two or
+// three times while a group load was planned, and took half of that time.
 const (
 	usualPercent = 100
 	firstPercent = 4 * usualPercent // the first collection is at 16 MiB

@@ -50,7 +50,6 @@ func openedModel(spec string) (uint64, error) {
 	return r.Model, nil
 }
 
-// openModels counts the open models.
 func openModels() (n int) {
 	for _, v := range handles.Range {
 		if _, ok := v.(*load.Model); ok {
@@ -89,7 +88,7 @@ func TestResultIsTakenOnce(t *testing.T) {
 	}
 }
 
-// A delta that is not taken is freed with its job. A delta that was taken stays until its owner frees it.
+// A delta that is not taken is freed with its job. A delta that was taken remains until its owner frees it.
 func TestDeltasHaveOneReceiver(t *testing.T) {
 	deltas := func() (n int) {
 		for _, v := range handles.Range {

@@ -33,7 +33,6 @@ type deltaPart struct {
 
 func (p deltaPart) owns() uint64 { return p.Handle }
 
-// deltaTarget is the destination of a delta.
 type deltaTarget struct {
 	Path    string        `json:"path"`
 	Shard   int64         `json:"shard"`  // like save.Spec.Shard, in stored bytes
@@ -55,7 +54,7 @@ type deltaFile struct {
 	Metadata map[string]string `json:"metadata"`
 	Bases    []string          `json:"bases"` // digests
 	News     []string          `json:"news"`
-	Stored   []int64           `json:"stored"` // bytes; 0 if unchanged, or if the chunks are another tensor's
+	Stored   []int64           `json:"stored"` // bytes; 0 if unchanged or shared with an earlier tensor
 	Changed  int               `json:"changed"`
 	Bytes    int64             `json:"bytes"` // bytes of the tensors
 	Size     int64             `json:"size"`  // bytes of the file
@@ -64,7 +63,7 @@ type deltaFile struct {
 func (f deltaFile) owns() uint64 { return f.Handle }
 
 // deltaApply describes tensors. Their columns are the verb's numbers. DTypes and Shapes list the distinct dtypes and
-// shapes. A model has few of them. Streams lists the streams of the GPUs.
+// shapes, of which a model has few. Streams lists the streams of the GPUs.
 type deltaApply struct {
 	Files   []uint64  `json:"files"`
 	Missing bool      `json:"missing"`

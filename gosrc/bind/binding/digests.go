@@ -25,8 +25,8 @@ const tensorViews = "the addresses of the contiguous tensors, then their sizes i
 
 func digestVerbs() []*Verb {
 	return []*Verb{
-		started("digest", "Compute digests of tensors, 16 bytes each, in host memory (device -1) or on a GPU after "+
-			"the work queued on a stream.", digestMemory).
+		started("digest", "Compute the 16-byte digests of tensors in host memory (device -1), or of tensors on a "+
+			"GPU after the work queued on a stream.", digestMemory).
 			ints("device", "stream", "contiguous").tail(tensorViews).onCallersMemory(),
 		started("digests", "Return the digests of files' tensors. `on` maps tensor names to the GPU that decodes "+
 			"them, if it has enough memory.", digestsOf),
@@ -38,8 +38,8 @@ type digestsRequest struct {
 	On map[string]int `json:"on"`
 }
 
-// digestsOf computes digests that no file stores. It uses the GPUs of q.On, and the host for other tensors and for
-// tensors that do not fit on a GPU.
+// digestsOf returns the digests of files' tensors. It computes those that no file stores on the GPUs of q.On, or on the
+// host for other tensors and for tensors that do not fit on a GPU.
 func digestsOf(ctx context.Context, j *job.Job, q digestsRequest, _ []int64) (verify.DigestReport, error) {
 	rep, err := verify.Digests(ctx, j, q.URIs, q.Storage, func(name string) bool { _, ok := q.On[name]; return ok })
 	if err != nil {
@@ -139,7 +139,9 @@ func digestMemory(ctx context.Context, _ *job.Job, _ none, n []int64) (*Result, 
 func viewsOf(contiguous int64, flat []int64) ([]digest.View, error) {
 	const head = 3
 	if contiguous < 0 || contiguous > int64(len(flat))/2 {
-		return nil, errs.New(errs.ErrArgument, "%d numbers do not match %d contiguous tensors", len(flat), contiguous)
+		return nil, errs.New(errs.ErrArgument,
+			"got %d numbers for %d contiguous tensors: expected at least two for each tensor, and no negative count",
+			len(flat), contiguous)
 	}
 	views := make([]digest.View, contiguous)
 	bytes, one := flat[contiguous:2*contiguous], []int64{1}
@@ -159,8 +161,8 @@ func viewsOf(contiguous int64, flat []int64) ([]digest.View, error) {
 	return views, nil
 }
 
-// distinct returns all without repeated contiguous tensors, so that tied tensors are read once. at contains the index
-// in views of each tensor of all.
+// distinct removes repeated contiguous tensors from all, so that tied tensors are read once. at[i] is the index in
+// views of all[i].
 func distinct(all []digest.View) (views []digest.View, at []int) {
 	type memory struct{ address, bytes uint64 }
 	first := make(map[memory]int, len(all))

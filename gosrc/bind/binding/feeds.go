@@ -12,8 +12,8 @@ import (
 
 func feedVerbs() []*Verb {
 	return []*Verb{
-		answered("feed_open", "Make a feed, which the sources opened from now on with `fed` ask for pieces of `size` "+
-			"bytes. It replaces the process's former feed.",
+		answered("feed_open", "Make a feed of pieces of `size` bytes. Sources that are opened with `fed` from now on "+
+			"request pieces from it. It replaces the process's previous feed.",
 			func(_ none, n []int64) (int64, error) {
 				f, err := fed.New(n[0])
 				if err != nil {
@@ -32,14 +32,14 @@ func feedVerbs() []*Verb {
 				events, err := f.Next(ctx, time.Duration(n[1])*time.Millisecond)
 				return feedEvents{events}, err
 			}).awaited().ints("feed", "ms"),
-		answered("feed_answer", "Answer a question for a piece. Without an address, the source reads its store. "+
+		answered("feed_answer", "Answer a request for a piece. Without an address, the source reads its store. "+
 			"Return 1 if the memory is used, otherwise 0.",
 			func(_ none, n []int64) (int64, error) {
 				f, err := feedOf(n[0])
 				if err != nil {
 					return 0, err
 				}
-				var sums []uint32 // nil means that the bytes are known to be right
+				var sums []uint32 // nil means that the bytes are known to be correct
 				for _, sum := range n[5:] {
 					sums = append(sums, uint32(sum))
 				}
@@ -65,8 +65,8 @@ func feedVerbs() []*Verb {
 				sums, err := f.Read(ctx, n[1], n[2], to)
 				return feedSums{sums}, err
 			}).awaited().ints("feed", "file", "piece", "address", "nbytes").onCallersMemory(),
-		answered("feed_close", "Make all sources of a feed read only from their stores. On return none uses memory of "+
-			"a piece.",
+		answered("feed_close", "Make all sources of a feed read only from their stores. On return, none of them uses "+
+			"the memory of a piece.",
 			func(_ none, n []int64) (none, error) {
 				f, err := feedOf(n[0])
 				if err == nil {

@@ -91,7 +91,6 @@ type convertRequest struct {
 	save.Spec
 }
 
-// replacedPath returns the path that a request replaces.
 func (q saveRequest) replacedPath() string    { return q.Path }
 func (q sleepRequest) replacedPath() string   { return q.Path }
 func (q putRequest) replacedPath() string     { return q.Path }

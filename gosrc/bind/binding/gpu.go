@@ -14,7 +14,7 @@ import (
 )
 
 const (
-	afters  = "streams to wait for, as many as `afters` says"
+	afters  = "the `afters` streams to wait for"
 	streams = afters + "; then for each bitstream its address and size, those of its content, and the chunk size"
 )
 
@@ -136,7 +136,7 @@ func streamRows(n []int64, fixed, words int) (stream.Order, [][]int64, error) {
 	kind := n[2]
 	on, flat, err := queueOf(n[1], n[fixed-1], n[fixed:])
 	if err == nil && (kind < 0 || kind > int64(nvcomp.WithSize) || len(flat)%words != 0) {
-		err, flat = errs.New(errs.ErrArgument, "%d numbers do not match bitstreams of kind %d", len(flat), kind), nil
+		err, flat = errs.New(errs.ErrArgument, "%d numbers do not describe bitstreams of kind %d", len(flat), kind), nil
 	}
 	return on, slices.Collect(slices.Chunk(flat, words)), err
 }

@@ -16,7 +16,7 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// A Kind says how Python calls a verb.
+// A Kind is the way in which Python calls a verb.
 type Kind int
 
 const (
@@ -42,8 +42,8 @@ type Verb struct {
 	// ends means that the verb starts nothing, so it also works after a panic.
 	usesMemory, ends bool
 
-	// The functions get a pointer to the request: call for an answered verb, and start for other verbs.
-	// run is the job of a verb without a special start function.
+	// Each function gets a pointer to the request. An answered verb has call; every other verb has start. run is the
+	// job of a verb without a special start function.
 	asks  reflect.Type // type of the request, even if it is none
 	call  func(q any, numbers []int64) (any, error)
 	start func(v *Verb, q any, numbers []int64) (*entry, error)
@@ -150,8 +150,8 @@ func answered[Q, R any](name, doc string, run func(q Q, n []int64) (R, error)) *
 	return v
 }
 
-// ofNumbered makes the function of a verb with a number that identifies an object. run gets the object and the other
-// numbers.
+// ofNumbered makes the function of a verb. The verb's first number identifies an object. run gets the object and the
+// remaining numbers.
 func ofNumbered[T, Q, R any](find func(number int64) (T, error),
 	run func(thing T, q Q, n []int64) (R, error)) func(q Q, n []int64) (R, error) {
 	return func(q Q, n []int64) (r R, err error) {
@@ -197,8 +197,8 @@ func Table() []*Verb {
 		tensorsVerbs(), deltaVerbs(), codecVerbs(), gpuVerbs(), digestVerbs(), feedVerbs())
 }
 
-// verbs has the verbs of the table, and a verb that panics, with which tests check Guard. Python has no function
-// for it.
+// verbs contains the verbs of the table, and a verb that panics, which tests use to check Guard. Python has no function
+// for that verb.
 var verbs = func() map[string]*Verb {
 	all := map[string]*Verb{"panic": answered("panic", "", func(none, []int64) (none, error) { panic("asked for") })}
 	for _, v := range Table() {
@@ -238,7 +238,8 @@ type columns struct {
 // types returns the dtypes of the tensors. It checks that there are `each` numbers per tensor.
 func (c *columns) types(numbers, each int) ([]tensor.DType, error) {
 	if len(c.DTypes) != len(c.Names) || len(c.Shapes) != len(c.Names) || numbers != each*len(c.Names) {
-		return nil, errs.New(errs.ErrArgument, "%d names, %d dtypes, %d shapes do not match %d numbers", len(c.Names),
+		return nil, errs.New(errs.ErrArgument, "the columns do not match: %d names, %d dtypes, %d shapes, %d numbers",
+			len(c.Names),
 			len(c.DTypes), len(c.Shapes), numbers)
 	}
 	types := make([]tensor.DType, len(c.Names))

@@ -19,7 +19,7 @@ type recordsRequest struct {
 	Storage format.Access `json:"storage"`
 }
 
-// recordsAnswer describes a file and has its handle. The file stays open.
+// recordsAnswer describes a file and contains its handle. The file stays open.
 type recordsAnswer struct {
 	tensorizer.Description
 	Handle uint64 `json:"handle"`
@@ -32,12 +32,12 @@ type writeRequest struct {
 	Path    string   `json:"path"` // file name in errors
 	Offset  int64    `json:"offset"`
 	Threads int      `json:"threads"`
-	// Key, in hex digits, encrypts the tensors. Derive says how it was derived.
+	// Key, in hex digits, encrypts the tensors. Derive records how it was derived.
 	Key    string                 `json:"key"`
 	Derive *tensorizer.Derivation `json:"derive"`
 }
 
-// written has the offsets of each tensor's record and data, and the end of the last record.
+// written holds the offsets of each tensor's record and data, and the end of the last record.
 type written struct {
 	Places [][2]int64 `json:"places"`
 	End    int64      `json:"end"`
@@ -142,7 +142,8 @@ func tensorsFront(_ context.Context, _ *job.Job, q frontRequest, _ []int64) (str
 
 func tensorsSums(ctx context.Context, _ *job.Job, prefixes []string, n []int64) ([][2]string, error) {
 	if len(n) != 2*len(prefixes) {
-		return nil, errs.New(errs.ErrArgument, "expected 2 numbers per prefix, for %d, got %d", len(prefixes), len(n))
+		return nil, errs.New(errs.ErrArgument, "expected 2 numbers for each of %d prefixes, got %d", len(prefixes),
+			len(n))
 	}
 	flows := make([]tensorizer.Flow, len(prefixes))
 	for i, prefix := range prefixes {

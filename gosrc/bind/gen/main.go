@@ -67,20 +67,20 @@ func tables() string {
 	}
 	fmt.Fprintf(&b, "# Bits per element, in the order of the engine's codes.\nBITS = dict(\n    %s\n)\n\n",
 		wrapped(strings.Join(bits, " ")))
-	b.WriteString("# Dtypes that dtype= casts. Packed types and F8_E8M0 (scales) are not cast.\n")
+	b.WriteString("# Dtypes that the dtype= option can cast. Packed types and F8_E8M0 (scales) are not cast.\n")
 	set(&b, "FLOATS", floats)
-	b.WriteString("# Dtypes that the engine casts on a GPU, from and to.\n")
+	b.WriteString("# Dtypes that the engine can cast from, and dtypes that it can cast to, on a GPU.\n")
 	set(&b, "CAST_FROM", from)
 	set(&b, "CAST_TO", to)
-	b.WriteString("# Variables that stores use. A name that ends with * is a prefix.\n")
+	b.WriteString("# Environment variables that stores use. A name that ends with * is a prefix.\n")
 	set(&b, "STORES", source.EnvNames)
-	b.WriteString("# Variables of settings, and their aliases.\n")
+	b.WriteString("# Environment variables for settings, and their aliases.\n")
 	var names []string
 	for _, row := range knob.Table() {
 		names = append(append(names, row.Name), row.Aliases...)
 	}
 	set(&b, "SETTINGS", names)
-	b.WriteString("# Suffixes of weight files in unsupported formats. Such files are copied, up to a size in bytes.\n")
+	b.WriteString("# Suffixes of weight files in unsupported formats. Files of up to MOST_OTHER bytes are copied.\n")
 	fmt.Fprintf(&b, "OTHER_WEIGHTS = tuple(\"\"\"\n    %s\n\"\"\".split())\n\nMOST_OTHER = %d\n\n",
 		wrapped(strings.Join(companions.OtherWeights, " ")), companions.MaxOther)
 	b.WriteString("# Kinds of files that may be found instead of weights: an offset and the bytes there (none means\n" +

@@ -77,7 +77,7 @@ func (s *State) Add(sums []byte) {
 	n := min(s.blocks, int64(len(sums)/Sum))
 	s.blocks -= n
 	a, b, c, d, e, f, g, h := s.acc[0], s.acc[1], s.acc[2], s.acc[3], s.acc[4], s.acc[5], s.acc[6], s.acc[7]
-	for ; n > 0; n-- { // registers hide the latency of the eight independent chains
+	for ; n > 0; n-- { // the eight chains are independent, so their latencies overlap
 		p := (*[Sum]byte)(sums)
 		a = scramble(a+binary.LittleEndian.Uint64(p[0:]), 0)
 		b = scramble(b+binary.LittleEndian.Uint64(p[8:]), 1)

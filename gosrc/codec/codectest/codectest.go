@@ -12,7 +12,7 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
-// guard is the number of bytes before and after every buffer that must not change.
+// guard is the number of bytes before and after a destination that Decode must not change.
 const guard = 128
 
 // A Codec is a codec, or one of its implementations, with fixed parameters.
@@ -73,7 +73,7 @@ func Decode(c Codec, chunk []byte, size int, note uint16) ([]byte, error) {
 	err := c.Decode(dst, src, note)
 	for i, b := range room {
 		if (i < guard || i >= guard+size) && b != 0xa5 {
-			return nil, fmt.Errorf("byte %d of a destination of %d was written", i-guard, size)
+			return nil, fmt.Errorf("byte %d, outside a destination of %d bytes, was written", i-guard, size)
 		}
 	}
 	if !bytes.Equal(src, chunk) {
@@ -85,8 +85,8 @@ func Decode(c Codec, chunk []byte, size int, note uint16) ([]byte, error) {
 	return dst, err
 }
 
-// mutateChunk changes a chunk in many ways. Each change must give bytes or an error of class Corrupt, without side
-// effects.
+// mutateChunk changes a chunk in many ways. Decoding a changed chunk must return bytes or an error of class Corrupt,
+// without side effects.
 func mutateChunk(t *testing.T, c Codec, r *rand.Rand, chunk []byte, size int, note uint16) {
 	t.Helper()
 	check := func(what string, p []byte, size int, note uint16, mayPass bool) {

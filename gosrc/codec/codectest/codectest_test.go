@@ -37,9 +37,9 @@ func TestDecodeSeesFaults(t *testing.T) {
 		{"refuses without a class", func(_, _ []byte, _ uint16) error {
 			return errors.New("no")
 		}, 16, "not of class Corrupt", false},
-		{"writes after the end", outside(16), 16, "byte 16 of a destination of 16 was written", false},
+		{"writes after the end", outside(16), 16, "byte 16, outside a destination of 16 bytes, was written", false},
 		{"writes far after the end", outside(16 + guard - 1), 16, "was written", false},
-		{"writes before", outside(-1), 16, "byte -1 of a destination of 16 was written", false},
+		{"writes before", outside(-1), 16, "byte -1, outside a destination of 16 bytes, was written", false},
 		{"changes its source", func(dst, src []byte, _ uint16) error {
 			copy(dst, src)
 			src[3]++

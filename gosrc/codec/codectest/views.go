@@ -10,8 +10,8 @@ import (
 	"github.com/overwire/overwire/gosrc/codec/digest"
 )
 
-// AnyView returns a random view of data, which must have at least 64 KiB, and its contiguous copy. Some views are
-// contiguous, some overlap themselves, some are empty, and some have unaligned elements.
+// AnyView returns a random view of data, and a contiguous copy of the view. data must be at least 64 KiB long. Some
+// views are contiguous, some overlap themselves, some are empty, and some have unaligned elements.
 func AnyView(r *rand.Rand, data []byte) (v digest.View, copied []byte) {
 	for {
 		v = anyShape(r)

@@ -25,15 +25,15 @@ func corruptError(format string, args ...any) error {
 func parseHeader(src []byte, n, width int) (*chunk, error) {
 	lg, err := log2Width(width)
 	if err != nil || n < 0 || n%width != 0 || n > MaxBytes {
-		return nil, errs.New(errs.ErrArgument, "invalid size of %d bytes with elements of %d", n, width)
+		return nil, errs.New(errs.ErrArgument, "invalid size: %d bytes with elements of %d bytes", n, width)
 	}
 	if len(src) < Head || len(src)%4 != 0 || n == 0 {
-		return nil, corruptError("invalid size: a delta of %d bytes for %d bytes", len(src), n)
+		return nil, corruptError("invalid size: a delta of %d bytes for a chunk of %d bytes", len(src), n)
 	}
 	c := &chunk{n: n >> lg, lg: lg}
 	if src[0] == modeRaw {
 		if len(src) != Room(n) || !isZero(src[1:Head]) || !isZero(src[Head+n:]) {
-			return nil, corruptError("invalid size: an uncoded delta of %d bytes for %d bytes", len(src), n)
+			return nil, corruptError("invalid size: an uncoded delta of %d bytes for a chunk of %d bytes", len(src), n)
 		}
 		c.raw = src[Head : Head+n]
 		return c, nil

@@ -50,7 +50,7 @@ func Room(n int) int { return Head + (n+3)&^3 }
 // log2Width returns log2 of the element size in bytes: 0 to 3.
 func log2Width(width int) (int, error) {
 	if width != 1 && width != 2 && width != 4 && width != 8 {
-		return 0, errs.New(errs.ErrArgument, "invalid element size: %d bytes", width)
+		return 0, errs.New(errs.ErrArgument, "invalid element size %d: expected 1, 2, 4 or 8 bytes", width)
 	}
 	return bits.TrailingZeros(uint(width)), nil
 }
@@ -213,7 +213,7 @@ func eachDifference(now, base []byte, lo, hi, lg int, f func(i int, x uint64)) {
 func Changed(now, base []byte, width int) (n int64, err error) {
 	lg, err := log2Width(width)
 	if err != nil || len(now) != len(base) || len(now)%width != 0 {
-		return 0, errs.New(errs.ErrArgument, "invalid sizes of %d and %d bytes with elements of %d",
+		return 0, errs.New(errs.ErrArgument, "invalid sizes: %d and %d bytes with elements of %d bytes",
 			len(now), len(base), width)
 	}
 	eachDifference(now, base, 0, len(now)/width, lg, func(int, uint64) { n++ })
@@ -246,7 +246,7 @@ func (w *writer) putBits(v uint64, n int) {
 func Encode(dst, now, base []byte, width int) ([]byte, error) {
 	lg, err := log2Width(width)
 	if err != nil || len(now) != len(base) || len(now)%width != 0 || len(now) > MaxBytes {
-		return dst, errs.New(errs.ErrArgument, "invalid sizes of %d and %d bytes with elements of %d",
+		return dst, errs.New(errs.ErrArgument, "invalid sizes: %d and %d bytes with elements of %d bytes",
 			len(now), len(base), width)
 	}
 	n := len(now) >> lg

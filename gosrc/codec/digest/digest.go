@@ -25,7 +25,7 @@ import (
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 )
 
-// The constants are fractional parts times 2^64: of the golden ratio and of the square roots of 7, 3 and 5.
+// The constants are the fractional parts of the golden ratio and of the square roots of 7, 3 and 5, times 2^64.
 const (
 	stepA = 0x9e3779b97f4a7c15
 	mulM1 = 0xa54ff53a5f1d36f1

@@ -116,7 +116,7 @@ func TestEveryCut(t *testing.T) {
 		if n > 0 {
 			var s State
 			if s.Add(0, p); s.Sum(int64(n-1)) == want || s.Sum(int64(n+1)) == want {
-				t.Errorf("%d bytes have the digest of another length", n)
+				t.Errorf("%d bytes have the digest of a different length", n)
 			}
 		}
 	}
@@ -134,7 +134,7 @@ func TestEveryCut(t *testing.T) {
 		})
 	}
 	if wg.Wait(); all.Sum(int64(len(p))) != Of(p) {
-		t.Error("concurrent sums give another digest")
+		t.Error("concurrent sums give a different digest")
 	}
 }
 

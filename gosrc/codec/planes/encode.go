@@ -88,7 +88,7 @@ func (e *Encoder) mayRepeat(p []byte) bool {
 		s := p[i*(len(p)-size)/(samples-1):][:size]
 		h := countValues(s)
 		if bytes.Count(s, s[:1]) == len(s) {
-			continue // a constant sample says nothing about the rest
+			continue // a constant sample gives no information about the rest
 		}
 		t := fitTable(&h, size)
 		e.frame = appendFrame(e.frame[:0], s)

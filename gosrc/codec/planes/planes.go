@@ -24,16 +24,16 @@ import (
 )
 
 const (
-	// blockBytes is the size of a block. The last block of a plane may be shorter.
+	// A block has this size. The last block of a plane may be shorter.
 	blockBytes = 64 << 10
 	maxPlanes  = 8
 
-	// These are the forms of a plane.
+	// A plane is stored in one of these forms.
 	formBlocks = 0
 	formZstd   = 1
 	formRaw    = 2
 
-	// These are the kinds of a block.
+	// A block is stored as one of these kinds.
 	kindRaw      = 0
 	kindConstant = 1
 	kindOwn      = 2 // encoded with a separate table
@@ -110,11 +110,11 @@ var decoders = sync.Pool{New: func() any { return new(decoder) }}
 // outside dst. It allocates up to len(dst) bytes for the planes. It is safe for concurrent use.
 func Decode(dst, src []byte, transform uint8) error {
 	if !isKnown(transform) {
-		return corruptError("unknown transform %d of planes", transform)
+		return corruptError("unknown transform %d of codec 6", transform)
 	}
 	f := &transforms[transform]
 	if len(dst) == 0 || len(dst)%f.width != 0 {
-		return corruptError("invalid size: %d bytes of elements of %d bytes", len(dst), f.width)
+		return corruptError("invalid size: %d bytes with elements of %d bytes", len(dst), f.width)
 	}
 	d := decoders.Get().(*decoder)
 	defer func() {
@@ -193,7 +193,7 @@ func (d *decoder) plane(dst []byte) ([]byte, error) {
 	case formBlocks:
 		return dst, d.decodeBlocks(dst)
 	}
-	return nil, corruptError("unknown form %d of a plane", form[0])
+	return nil, corruptError("a plane has the unknown form %d", form[0])
 }
 
 func (d *decoder) decodeBlocks(dst []byte) error {

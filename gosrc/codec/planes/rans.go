@@ -81,7 +81,7 @@ func (t *table) readTable(src []byte) (int, error) {
 			f = f&127<<8 | int(src[at])
 			at++
 			if f < 128 {
-				return 0, corruptError("frequency %d is stored in two bytes", f)
+				return 0, corruptError("frequency %d is stored in two bytes, expected one", f)
 			}
 		}
 		if f == 0 || f >= scale {

@@ -270,7 +270,7 @@ func TestShapes(t *testing.T) {
 	}
 	for transform := uint8(1); isKnown(transform); transform++ {
 		w := transforms[transform].width
-		refused(t, "nothing", 0, chunk(uint32(0), formRaw), transform, "0 bytes of elements")
+		refused(t, "nothing", 0, chunk(uint32(0), formRaw), transform, "0 bytes with elements")
 		for n := range 4 * w {
 			src := make([]byte, 4096+n)
 			out, ok := new(Encoder).Encode([]byte("x"), src, transform)
@@ -279,7 +279,7 @@ func TestShapes(t *testing.T) {
 			}
 			if n%w != 0 {
 				refused(t, "half an element", n, chunk(uint32(n), formRaw, make([]byte, n)), transform,
-					"bytes of elements")
+					"bytes with elements")
 			}
 		}
 		for planes := range w { // each missing plane is detected

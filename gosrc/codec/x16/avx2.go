@@ -60,7 +60,7 @@ func step256(x, low4, byte0, c16 v8, by8 archsimd.Int8x32, divider, alias, bias,
 	return f.Mul(high).Add(r.Add(up)), k
 }
 
-// expand256 says, for each set of lanes that need a word, which word each lane gets.
+// expand256 lists, for each set of lanes that need a word, which word each lane gets.
 var expand256 = func() (t [256][8]uint32) {
 	for m := range t {
 		n := uint32(0)

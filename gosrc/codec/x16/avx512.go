@@ -10,11 +10,11 @@ import (
 	"github.com/overwire/overwire/gosrc/internal/avx"
 )
 
-// The AVX-512 kernel keeps 16 states in one register and a chunk's tables in three registers. Go's compiler uses 15
-// of the 32 vector registers and moves all loads to the start of a basic block. Therefore the unit of work is half
-// the lanes of two segments for a pair of steps, which just fits. States are stored to memory between units, and the
-// processor overlaps the units. (Measured: one segment per unit is 5 % slower, four segments 2 %, two pairs of steps
-// 25 %.)
+// The AVX-512 kernel keeps 16 states in one register and a chunk's tables in three registers. Go's compiler uses 15 of
+// the 32 vector registers and moves all loads to the start of a basic block. Therefore the unit of work is half the
+// lanes of two segments for a pair of steps, which just fits. States are stored to memory between units, and the
+// processor overlaps the units. (Measured: one segment per unit is 5 % slower, four segments are 2 % slower, and two
+// pairs of steps are 25 % slower.)
 
 type v16 = archsimd.Uint32x16
 

@@ -45,7 +45,7 @@ func TestCheck(t *testing.T) {
 			}
 			c.Stored--
 			if Check(chunk, c) == nil {
-				t.Errorf("%s: accepted with another size", s.name)
+				t.Errorf("%s: accepted with a different size", s.name)
 			}
 		}
 	}

@@ -12,7 +12,7 @@ import (
 // A Level is a decoder's instruction set.
 type Level uint8
 
-// These are the levels, from slow to fast.
+// Levels, from slow to fast.
 const (
 	Scalar Level = iota
 	NEON

@@ -30,7 +30,7 @@ const (
 	maxPlanes   = 4
 )
 
-// These are the transforms of docs/format.md 3.1.
+// Transforms; see docs/format.md 3.1.
 const (
 	BF16    = 1
 	FP16    = 2
@@ -62,7 +62,6 @@ var forms = [9]form{
 	Bytes:   {"bytes", 8, 256, false, nil},
 }
 
-// isTransform reports whether t is a transform of this codec.
 func isTransform(t uint8) bool { return t >= BF16 && t <= Bytes }
 
 // Name returns a transform's name for display ("bf16").

@@ -52,8 +52,8 @@ var ordersNEON = func() (o [6][16]uint8) {
 	return
 }()
 
-// expandNEON says, for each set of 8 lanes that need a word, which bytes each lane gets. bytesNEON is the total
-// number of these bytes.
+// expandNEON lists, for each set of 8 lanes that need a word, which bytes each lane gets. bytesNEON is the total number
+// of these bytes.
 var expandNEON, bytesNEON = func() (t [256][16]uint8, n [256]uint8) {
 	for m := range t {
 		for l := range 8 {

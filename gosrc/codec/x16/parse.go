@@ -133,7 +133,7 @@ func (d *decoder) parseHeader() error {
 		return corruptError("invalid symbol %d in mode %d", d.symbol, h[0])
 	}
 	if int(h[2])>>len(f.planes) != 0 {
-		return corruptError("invalid constant planes %#x of %d", h[2], len(f.planes))
+		return corruptError("invalid constant planes %#x: the transform has %d planes", h[2], len(f.planes))
 	}
 	for i, v := range h[8:16] {
 		is := h[2]>>i&1 != 0
@@ -142,7 +142,7 @@ func (d *decoder) parseHeader() error {
 			limit = 1<<f.planes[i] - 1
 		}
 		if int(v) > limit {
-			return corruptError("invalid constant plane %d of value %d", i, v)
+			return corruptError("constant plane %d has the invalid value %d", i, v)
 		}
 		if is {
 			d.fillConstant(i, v)
@@ -309,10 +309,11 @@ func (d *decoder) finishSegment(s *segment) error {
 	list := s.cur
 	pad := list + 3*s.listed
 	if pad > s.end || s.end-pad >= 16 || !isZero(d.src[pad:s.end]) {
-		return corruptError("segment at %d: words and escapes end at %d of %d", s.begin, pad, s.end)
+		return corruptError("segment at %d: words and escapes end at %d, but the segment ends at %d", s.begin, pad,
+			s.end)
 	}
 	if s.escs != s.listed {
-		return corruptError("segment at %d: %d escapes, %d listed", s.begin, s.escs, s.listed)
+		return corruptError("segment at %d has %d escapes, but the directory lists %d", s.begin, s.escs, s.listed)
 	}
 	values := list + 2*s.listed
 	last, base := -1, s.first*tileSyms

@@ -89,9 +89,12 @@ func TestEveryRule(t *testing.T) {
 	rule("a symbol in mode 0", "symbol 1 in mode 0", func(g *rules) { g.chunk[1] = 1 })
 	rule("one symbol only, with a table", "", func(g *rules) { g.chunk[0] = 1; g.chunk[3] = 0 })
 	rule("one symbol only, with escapes", "escape symbol", func(g *rules) { g.chunk[0] = 1 })
-	rule("a constant plane that does not exist", "constant planes 0x2 of 1", func(g *rules) { g.chunk[2] = 2 })
-	rule("a value of a plane that is not constant", "constant plane 0 of value 5", func(g *rules) { g.chunk[8] = 5 })
-	rule("a value of a plane that does not exist", "constant plane 7 of value 1", func(g *rules) { g.chunk[15] = 1 })
+	rule("a constant plane that does not exist", "constant planes 0x2: the transform has 1 planes",
+		func(g *rules) { g.chunk[2] = 2 })
+	rule("a value of a plane that is not constant", "constant plane 0 has the invalid value 5",
+		func(g *rules) { g.chunk[8] = 5 })
+	rule("a value of a plane that does not exist", "constant plane 7 has the invalid value 1",
+		func(g *rules) { g.chunk[15] = 1 })
 	rule("a constant plane that is stored", "stored bytes", func(g *rules) { g.chunk[2] = 1 })
 	rule("an escape symbol of 16", "escape symbol 16", func(g *rules) { g.chunk[3] = 17 })
 	rule("an escape symbol that does not occur", "does not occur", func(g *rules) { g.chunk[32+esc] = 0 })

@@ -73,7 +73,7 @@ func (q *Queue) Get(ctx context.Context) (device.Slot, error) {
 	}
 }
 
-// GetFor calls Get.
+// GetFor is Get, because all readers share the slots.
 func (q *Queue) GetFor(ctx context.Context, _ int) (device.Slot, error) { return q.Get(ctx) }
 
 // Put returns a slot.

@@ -329,7 +329,7 @@ func TestBatchMisplaced(t *testing.T) {
 		t.Error(failures, err)
 	}
 	if _, err := g.Decode(stream.Order{}, 99, streams); !errors.Is(err, errs.ErrNotSupported) {
-		t.Errorf("an unknown format: %v", err)
+		t.Errorf("an unknown algorithm: %v", err)
 	}
 }
 

@@ -13,7 +13,6 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// upload copies bytes to the device.
 func upload(t *testing.T, d *Device, l *queue.Queue, b []byte) device.Memory {
 	t.Helper()
 	mem, err := d.Alloc([]int64{int64(len(b))})

@@ -21,15 +21,14 @@ type parcel struct {
 	bad      int // the task with changed bytes, or -1
 }
 
-// These are the kinds of parcels: raw tasks in the same order in the slot and at the destination, raw tasks in reverse
-// order, and tasks of which one is coded. A parcel with a coded task is submitted separately.
+// Kinds of parcels: raw tasks in the same order in the slot and at the destination, raw tasks in reverse order, and
+// tasks of which one is coded. A parcel with a coded task is submitted separately.
 const (
 	alike = iota
 	scattered
 	encoded
 )
 
-// endOf returns the end event of a slot.
 func endOf(q *queue.Queue) *queue.Event {
 	s := q.TryGet()
 	defer q.Put(s)
@@ -88,8 +87,8 @@ func sending(t *testing.T, d *Device, q *queue.Queue, r *rand.Rand, kind int,
 		Done: func(i int, err error) { p.failures[i] = err; p.calls[i]++ }}
 }
 
-// Pieces that are submitted together are loaded like separate pieces. A changed bit is an error of its task, the other
-// tasks of all pieces are loaded, and all slots are freed.
+// Pieces that are submitted together are loaded like separate pieces. A changed bit fails its own task; the other tasks
+// of all pieces are loaded, and all slots are freed.
 func TestSubmitAll(t *testing.T) {
 	r := random(t)
 	d, q := open(t, queue.GroupSlots+6, 192<<10)

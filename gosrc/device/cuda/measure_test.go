@@ -44,7 +44,7 @@ func sent(t *testing.T, d *Device, l *queue.Queue, p *piece) []device.Memory {
 	return mem
 }
 
-// MeasureLink returns a time, and rejects copies that do not fit a slot.
+// MeasureLink returns a time, and rejects copies that do not fit in a slot.
 func TestFloor(t *testing.T) {
 	_, l := open(t, 2, 1<<20)
 	if took, err := l.MeasureLink(1<<20, 5); err != nil || took <= 0 {

@@ -302,7 +302,7 @@ func TestRounds(t *testing.T) {
 	p.run(t, d, l, 0)
 }
 
-// A corrupt chunk is an error of its job only. Valid chunks next to it and in the next piece are decoded correctly.
+// A corrupt chunk fails only its own job. Valid chunks next to it and in the next piece are decoded correctly.
 func TestCorrupt(t *testing.T) {
 	r := random(t)
 	d, l := open(t, 2, 1<<20)

@@ -46,8 +46,8 @@ type places struct {
 
 var usual = places{[]string{"libcufile.so.0", "libcufile.so"}, "/proc/driver/nvidia-fs/version"}
 
-// Use makes Probe search for another library and module until end is called, for tests of other packages.
-// Files must be closed before end.
+// Use makes Probe search for a different library and module until end is called, for tests of other packages. Files
+// must be closed before end.
 func Use(library, module string) (end func()) {
 	set := func(p places) {
 		found.mu.Lock()
@@ -85,7 +85,7 @@ func look() (r Report) {
 	return r
 }
 
-// begin opens libcufile's driver once. An error is errs.ErrNotSupported and says what is missing.
+// begin opens libcufile's driver once. An error is errs.ErrNotSupported, with a text about what is missing.
 func begin() error {
 	found.mu.Lock()
 	defer found.mu.Unlock()

@@ -76,9 +76,9 @@ func (t *Tensor) hasBytes() bool {
 func Is(head []byte) bool { return strings.HasPrefix(string(head), magic) }
 
 // ReadHeader reads and checks the header of a file. It also checks that tensors are aligned, lie inside the file, and
-// do not overlap. For a tensor of unknown type it only checks the start. Errors name the file and, if known, the
-// tensor and offset. They are errs.ErrFormat for other formats, errs.ErrCorrupt for a truncated file, and
-// errs.ErrNotSupported for another version.
+// do not overlap. For a tensor of unknown type it only checks the start. Errors name the file and, if known, the tensor
+// and offset. They are errs.ErrFormat for other formats, errs.ErrCorrupt for a truncated file, and errs.ErrNotSupported
+// for an unsupported version.
 func ReadHeader(ctx context.Context, src source.Source) (File, error) {
 	r := &reader{ctx: ctx, src: src, order: binary.LittleEndian, window: window}
 	f, err := r.readFile()

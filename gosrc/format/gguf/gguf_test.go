@@ -196,8 +196,8 @@ func TestHostileHeaders(t *testing.T) {
 	}
 }
 
-// A tensor of an unknown type is listed without its size, and the other tensors completely. It must start inside the
-// file and after the previous tensor.
+// A tensor of an unknown type is listed without its size. It must start inside the file and after the previous tensor.
+// The other tensors are listed completely.
 func TestLaterTypes(t *testing.T) {
 	le := binary.LittleEndian
 	file := func(later uint64, dims ...uint64) (File, error) {

@@ -15,7 +15,7 @@ import (
 	"github.com/overwire/overwire/gosrc/source"
 )
 
-// These are the types of values, by number.
+// Types of values, by number.
 const (
 	kindU8 = iota
 	kindI8

@@ -15,8 +15,8 @@ import (
 // Decode decodes and validates the index of one file. h is the file's header, for which Is returned true, and blob is
 // the bytes of IndexName. The Metadata of the result is the user's, without the mark.
 //
-// Decode first compares the checksum: changed bytes are errs.ErrCorrupt. If the checksum is correct, an invalid value
-// is errs.ErrFormat, and a newer version or feature is errs.ErrNotSupported.
+// Decode first compares the checksum: changed bytes give errs.ErrCorrupt. If the checksum is correct, an invalid value
+// gives errs.ErrFormat, and a newer version or feature gives errs.ErrNotSupported.
 func Decode(blob []byte, h *safetensors.Header, uri string, size int64, known tensor.Known) (*tensor.Index, error) {
 	d := decoder{blob: blob, h: h}
 	bad := func(name string, chunk int, err error) (*tensor.Index, error) {
@@ -188,7 +188,7 @@ func (d *decoder) decodeTensor(i int, t *tensor.Tensor, shapes *[]int64) error {
 		return bad("the index says %d stored bytes, but the header says %d", t.Stored, in.Stored)
 	}
 	if (r.layout == layoutAlias) != (r.alias != noAlias) {
-		return bad("layout %d does not fit alias %d", r.layout, r.alias)
+		return bad("layout %d does not match alias %d", r.layout, r.alias)
 	}
 	switch r.layout {
 	case layoutPlain:

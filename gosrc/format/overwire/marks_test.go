@@ -63,7 +63,8 @@ func TestIs(t *testing.T) {
 			t.Errorf("entry %s, index %v: Is returned %v, %v", c.entry, c.indexed, ours, err)
 		}
 	}
-	// Since 1.4 a container has a notice. Earlier containers and other programs' files with this entry must not.
+	// Since 1.4 a container has a notice. Earlier containers and other programs' files with this entry must not have
+	// one.
 	for _, c := range []struct {
 		entry   string
 		indexed bool

@@ -128,7 +128,7 @@ func ReadDigests(mark string, n int) ([]digest.Sum, error) {
 	}
 	b, err := base64.StdEncoding.DecodeString(m.Digests)
 	if err != nil || len(b) != digestSize*n {
-		return nil, errs.New(errs.ErrFormat, "the digests have %d characters, which does not fit %d tensors",
+		return nil, errs.New(errs.ErrFormat, "the digests have %d characters, which does not match %d tensors",
 			len(m.Digests), n)
 	}
 	sums := make([]digest.Sum, n)

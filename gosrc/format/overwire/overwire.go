@@ -36,7 +36,7 @@ const (
 	// Major and Minor are the version that this package writes. A reader refuses other major versions and accepts
 	// other minor versions. No release has written major version 0.
 	Major, Minor = 1, 4
-	// minorNotice is the first minor version with a notice. Every file since then has one, and no earlier file.
+	// minorNotice is the first minor version with a notice. Every later file has one, and no earlier file has.
 	minorNotice = 4
 
 	// DataAlign is the alignment of the data section's offset.
@@ -50,7 +50,7 @@ const (
 	noAlias     = math.MaxUint32
 )
 
-// These are the layouts of a tensor record.
+// A tensor record has one of these layouts.
 const (
 	layoutChunks = iota
 	layoutPlain
@@ -62,7 +62,7 @@ var (
 	castagnoli = crc32.MakeTable(crc32.Castagnoli)
 )
 
-// These are the critical features. Readers of version 1.1 cannot decode them.
+// Critical features. Readers of version 1.1 cannot decode them.
 const (
 	featureWide   = 1 << 0 // X16 chunks of integers with more than one byte
 	featurePlanes = 1 << 1 // chunks of the codec planes
@@ -86,7 +86,7 @@ func featuresOf(ts []tensor.Tensor, chunks []tensor.Chunk) (need uint64) {
 }
 
 // Notice is the name of an entry that makes readers without overwire refuse a container. They show it in their error.
-// It says what to do, also to the user of an older overwire. It has no dot, at which some viewers split names.
+// It also tells users of an older overwire what to do. It has no dot, at which some viewers split names.
 const Notice = "compressed by overwire (to read it: pip install -U overwire; " +
 	"to restore plain files: overwire decompress)"
 
@@ -107,7 +107,7 @@ func markOf(o *Origin, digests string, empty bool) string {
 }
 
 // userMetadata returns a container's metadata without the mark. If there are no other entries, it returns nil, or an
-// empty map if the mark says that the user's metadata is empty.
+// empty map if the mark records that the user's metadata is empty.
 func userMetadata(all map[string]string) map[string]string {
 	value := all[MetadataKey]
 	if len(all) == 1 && !strings.Contains(value, `,"metadata":{}`) {
@@ -200,7 +200,7 @@ func readMark(value string) (format, index string, err error) {
 	return format, index, nil
 }
 
-// remedyFor says what to do about a file with another major version.
+// remedyFor says what to do about a file with a different major version.
 func remedyFor(major uint64) string {
 	if major < Major {
 		return "it is a draft from before the first release; compress the model again"

@@ -76,7 +76,7 @@ func (h *Header) checkTensors(uri string, size int64, opt Options) error {
 	return nil
 }
 
-// takeNotice removes the notice from the tensors of a container. A second one is left and refused.
+// takeNotice removes the notice from the tensors of a container. A second notice stays there and is refused.
 func (h *Header) takeNotice() {
 	_, isMarked := h.Metadata[ContainerKey]
 	endsThere := func(t tensor.Tensor) bool { return t.Off == 0 && t.Stored == noticeAt } // only in plain files

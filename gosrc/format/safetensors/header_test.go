@@ -115,7 +115,7 @@ func TestRoundTrip(t *testing.T) {
 	}
 }
 
-// same compares tensors by name, because empty tensors may be in another order.
+// same compares tensors by name, because empty tensors may be in a different order.
 func same(t testing.TB, h Header, entries []Entry) {
 	t.Helper()
 	if len(h.Tensors) != len(entries) {
@@ -315,7 +315,7 @@ func BenchmarkParse(b *testing.B) {
 	}
 }
 
-// The error for a file of another format names the format and says what to do.
+// The error for a file of a different format names the format and says what to do.
 func TestOtherKinds(t *testing.T) {
 	for head, want := range map[string]string{
 		"PK\x03\x04 and more": "this is a zip archive, as written by torch.save and numpy.savez, not a safetensors file: " +
@@ -343,8 +343,8 @@ func TestOtherKinds(t *testing.T) {
 	}
 }
 
-// A container's notice is written and read back. It is refused in any other file, if there are two, and if a tensor
-// has its name, as are entries that are only similar.
+// A container's notice is written and read back. It is refused in any other file, if there are two, and if a tensor has
+// its name. Entries that are only similar are also refused.
 func TestNotice(t *testing.T) {
 	mark, say := map[string]string{ContainerKey: "x"}, NoticeEntry("say")
 	first := Entry{Name: "w", DType: tensor.U8, Shape: []int64{64}, End: 64}

@@ -20,8 +20,8 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// Length accepts a header length that fits the file and the limit. Otherwise the file has another format, or is
-// truncated if the next byte looks like the start of a header.
+// Length accepts a header length that exceeds neither the file nor the limit. Otherwise the file has a different
+// format, or is truncated if the next byte looks like the start of a header.
 func TestLength(t *testing.T) {
 	for _, n := range []uint64{0, 1, 2, 92, 93, 1 << 20, tensor.MaxHeader, tensor.MaxHeader + 1, 1 << 31, 1<<32 - 1,
 		1 << 32, 1<<63 - 64, 1<<63 - 8, 1 << 63, math.MaxUint64 - 7, math.MaxUint64} {
@@ -52,7 +52,7 @@ func TestLength(t *testing.T) {
 	}
 }
 
-// A header is parsed completely or not at all. Parsing with too few or too many header bytes is an argument error,
+// A header is parsed completely or not at all. Parsing with too few or too many header bytes gives an argument error,
 // and a different file size means an invalid file.
 func TestEveryByteOfAHeader(t *testing.T) {
 	head, err := AppendHeader(nil, map[string]string{"a": "b"},

@@ -54,7 +54,7 @@ type Options struct {
 	Lenient bool
 }
 
-// A Header is a decoded header that conforms to the rules of the format and fits the size of the file.
+// A Header is a decoded header that conforms to the rules of the format and to the size of the file.
 type Header struct {
 	// Tensors are sorted by offset, and empty tensors at the same offset by name. Off is relative to the start of the
 	// file, Source is 0, and Alias is -1.
@@ -74,8 +74,8 @@ var castagnoli = crc32.MakeTable(crc32.Castagnoli)
 // Read reads and checks the header of a file. It takes one read if the header fits into 256 KiB, otherwise two. It
 // checks the header's length against the file's size before it allocates memory.
 //
-// Invalid bytes are errs.ErrFormat, a truncated file is errs.ErrCorrupt. The error is an errs.At. Its rule is the
-// safetensors library's name for the error, such as "HeaderTooLarge".
+// Invalid bytes give errs.ErrFormat, and a truncated file gives errs.ErrCorrupt. The error is an errs.At. Its rule is
+// the safetensors library's name for the error, such as "HeaderTooLarge".
 func Read(ctx context.Context, src source.Source, opt Options) (Header, error) {
 	buf, err := source.Head(ctx, src)
 	if err != nil {
@@ -131,7 +131,7 @@ func Length(uri string, head []byte, size int64) (int64, error) {
 	return int64(n), nil
 }
 
-// notOurs describes the format of a file without a safetensors header, and says what to do with it.
+// notOurs describes the format of a file without a safetensors header, and what to do with it.
 func notOurs(uri string, head []byte) string {
 	if kind := modelfiles.KindOf(uri, head); kind != nil {
 		return fmt.Sprintf("this is %s, not a safetensors file: %s", kind.What, kind.Do)

@@ -15,8 +15,7 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// Shards is the contents of a model.safetensors.index.json, which says which file of a sharded model contains which
-// tensor.
+// Shards is the contents of a model.safetensors.index.json, which lists the file of each tensor of a sharded model.
 type Shards struct {
 	Files     []string // sorted file names in the folder of the index
 	Weights   []Weight // in the order of the index
@@ -213,7 +212,7 @@ func notSibling(name string) string {
 }
 
 // Select returns the tensors that an index lists, each from the file that it names. Files[i] is source i of ix. Other
-// tensors in the files do not belong to the model. A tensor that is missing from its file is errs.ErrFormat.
+// tensors in the files do not belong to the model. A tensor that is missing from its file gives errs.ErrFormat.
 func (s *Shards) Select(ix *tensor.Index) (*tensor.Index, error) {
 	if len(ix.Sources) != len(s.Files) {
 		return nil, errs.New(errs.ErrArgument, "got %d files, but the index names %d", len(ix.Sources), len(s.Files))

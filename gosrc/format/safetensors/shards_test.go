@@ -139,7 +139,7 @@ func TestShardsSelect(t *testing.T) {
 	}
 	ix.Tensors[2].Parts = 2
 	if _, err := s.Select(ix); !errors.Is(err, errs.ErrNotSupported) || !strings.Contains(err.Error(), `tensor "y"`) {
-		t.Errorf("an alias of a tensor with column parts and another shape: %v", err)
+		t.Errorf("an alias of a tensor with column parts and a different shape: %v", err)
 	}
 	s.Weights = append(s.Weights, Weight{"more", 0}, Weight{"old", 1})
 	if all, err := s.Select(ix); err != nil || all != ix {

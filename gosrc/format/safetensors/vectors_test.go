@@ -286,7 +286,7 @@ func TestVectorFile(t *testing.T) {
 		Name      string `json:"name"`
 		File      string `json:"file"` // base64
 		Reference bool   `json:"reference"`
-		Ours      string `json:"ours"`    // error class, or "" if we read the file
+		Ours      string `json:"ours"`    // error class, or "" if overwire reads the file
 		Lenient   bool   `json:"lenient"` // whether lenient mode reads it
 	}
 	var rows []row

@@ -25,8 +25,8 @@ type Entry struct {
 // noticeAt is the offset of a notice. No tensor can begin there, because the index of a container has more bytes.
 const noticeAt = 1
 
-// NoticeEntry returns an entry without bytes that the safetensors library refuses, in all versions, with a message
-// that has the entry's name. Only containers may have it.
+// NoticeEntry returns an entry without bytes. All versions of the safetensors library refuse it, with a message that
+// contains the entry's name. Only containers may have it.
 func NoticeEntry(name string) Entry {
 	return Entry{Name: name, DType: tensor.U8, Shape: []int64{0}, Begin: noticeAt, End: noticeAt}
 }
@@ -38,7 +38,7 @@ func (e *Entry) isNotice(metadata map[string]string) bool {
 }
 
 // Place sets Begin and End of the entries without gaps and returns the size of the data section. A shape that is too
-// large for a file is errs.ErrArgument.
+// large for a file gives errs.ErrArgument.
 func Place(entries []Entry) (int64, error) {
 	end := int64(0)
 	for i := range entries {
@@ -57,7 +57,7 @@ func Place(entries []Entry) (int64, error) {
 // means 8, as in safetensors. Metadata comes first, sorted by key, then the entries in the given order, which must be
 // the order of their bytes. The same input always gives the same bytes.
 //
-// Input that Parse would refuse is errs.ErrArgument.
+// Input that Parse would refuse gives errs.ErrArgument.
 func AppendHeader(dst []byte, metadata map[string]string, entries []Entry, padTo int) ([]byte, error) {
 	if err := checkWritable(metadata, entries); err != nil {
 		return dst, err

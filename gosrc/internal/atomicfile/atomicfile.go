@@ -34,8 +34,8 @@ import (
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 )
 
-// A Target is a file that is being written. It has a temporary name in the same folder, and is renamed once it
-// is on the disk. An existing file of its final name remains until then.
+// A Target is a file that is being written. It has a temporary name in the same folder, and is renamed once it is on
+// the disk. An existing file with its final name remains until then.
 type Target struct {
 	Path string // path of the file, with symbolic links resolved
 	New  bool   // the final name must be free when this file is renamed; see Publish
@@ -419,8 +419,8 @@ const (
 	hidden   = 16           // hex digits after the mark; those after bootHex are random
 )
 
-// bootTag identifies a boot of this machine. Two boots have the same tag with a probability of 1 in
-// 4,000,000,000. A file with another tag only becomes an orphan after foreignAge.
+// bootTag identifies a boot of this machine. Two boots have the same tag with a probability of 1 in 4,000,000,000. A
+// file with a different tag becomes an orphan only after foreignAge.
 var bootTag = sync.OnceValue(func() string {
 	id, _ := regular.Read("/proc/sys/kernel/random/boot_id", 1<<10) // without it, all tags are the same
 	sum := sha256.Sum256(id)
@@ -523,8 +523,8 @@ func (l *Listing) hiddenNames(dir string) []string {
 	return hidden
 }
 
-// minimumAge returns how long a hidden file must be unchanged before it is removed. ok is false for names of
-// other programs, and, without folder, for orphans of other files.
+// minimumAge returns how long a hidden file must be unchanged before it is removed. ok is false for names of other
+// programs. Unless folder is set, it is also false for orphans of other files.
 func (o orphans) minimumAge(name, stem string) (age time.Duration, ok bool) {
 	digits := name[max(0, len(name)-hidden):]
 	if bare := strings.TrimSuffix(name, digits); bare != stem &&

@@ -348,7 +348,7 @@ func TestRefused(t *testing.T) {
 }
 
 func TestRename(t *testing.T) {
-	// A file that another program wrote is published like one of ours.
+	// A file that another program wrote is published like a file of this package.
 	dir := t.TempDir()
 	put(t, dir+"/real", 0o600)
 	link(t, "real", dir+"/f")

@@ -31,7 +31,7 @@ type Block[K comparable] struct {
 	place *list.Element // position in lru
 }
 
-// New returns a cache. It holds at most most bytes, unless the blocks in use need more.
+// New returns a cache. The size limit is most bytes, unless the blocks in use need more.
 func New[K comparable](most int64) *Cache[K] {
 	return &Cache[K]{most: most, by: map[K]*Block[K]{}}
 }

@@ -16,7 +16,7 @@ type Kind struct {
 	// Names are globs. A file's name must match one of them. In a folder, each of them must match a name. nil
 	// matches any name.
 	Names []string
-	// What describes the file ("a GGUF file"), and Do says what to do with it.
+	// What describes the file ("a GGUF file"), and Do what to do with it.
 	What, Do string
 	// Foreign means that a folder with weights in another format may also contain such a file.
 	Foreign bool
@@ -169,5 +169,5 @@ func matches(glob, name string) bool {
 	return ok
 }
 
-// Unknown says what to do with a file of an unknown format.
+// Unknown is what to do with a file of an unknown format.
 const Unknown = withTheirs

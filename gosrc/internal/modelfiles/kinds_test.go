@@ -5,7 +5,7 @@ import (
 	"testing"
 )
 
-// Files of other programs are identified by their names and first bytes, and the text says how to convert them.
+// Files of other programs are identified by their names and first bytes, and the text explains how to convert them.
 // Unknown files are not identified.
 func TestKinds(t *testing.T) {
 	tar := "./model_config.yaml" + strings.Repeat("\x00", 257-19) + "ustar  \x00"

@@ -99,7 +99,7 @@ func Mark() string {
 	return "-ow" + hex.EncodeToString(r[:])
 }
 
-// WithMark returns the name with another mark, or without a mark.
+// WithMark returns the name with the given mark, or without a mark if it is "".
 func WithMark(name, mark string) string {
 	stem, rest, ok := divideName(name)
 	if !ok {

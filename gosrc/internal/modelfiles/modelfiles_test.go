@@ -2,8 +2,8 @@ package modelfiles
 
 import "testing"
 
-// Names are parsed as the libraries that write them compose them. Adding and removing a mark does not change
-// the rest of the name.
+// Names are parsed in the forms in which libraries write them. Adding and removing a mark does not change the rest of
+// the name.
 func TestNames(t *testing.T) {
 	for name, want := range map[string]Name{
 		"model.safetensors":                                   {Stem: "model"},

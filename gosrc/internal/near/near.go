@@ -6,8 +6,8 @@ import "strings"
 // most is the longest name that is compared, because the cost grows with the square of the length.
 const most = 128
 
-// Best returns the name most similar to word, or "" if none is similar: at most a third of its characters may
-// differ, ignoring case. The first one wins if several are equally similar.
+// Best returns the name most similar to word, or "" if none is similar. A name is similar if at most a third of its
+// bytes differ, ignoring case. The first one wins if several are equally similar.
 func Best(word string, names []string) string {
 	best, least := "", 0
 	if len(word) > most {

@@ -53,7 +53,7 @@ func Read(root string) (all []Node) {
 	return all
 }
 
-// Online returns how many cores of the host are online, or 0 if the tables do not say.
+// Online returns how many cores of the host are online, or 0 if that is unknown.
 func Online(root string) int { return len(readList(root + "/devices/system/cpu/online")) }
 
 func readList(file string) []int {
@@ -83,7 +83,7 @@ func Cores(text string) (all []int) {
 	return all
 }
 
-// Of returns the number of a PCI device's node, or -1 if the tables do not say.
+// Of returns the number of a PCI device's node, or -1 if it is unknown.
 func Of(root, pci string) int {
 	text, err := os.ReadFile(filepath.Join(root, "bus/pci/devices", filepath.Base(pci), "numa_node"))
 	n, bad := strconv.Atoi(strings.TrimSpace(string(text)))
@@ -101,8 +101,8 @@ type Place struct {
 	gpus  int // GPUs of the host
 }
 
-// Near returns the Place of a PCI device. It is nil if the host has one node, or if the tables do not say on
-// which node the device is. pci is only called on hosts with several nodes.
+// Near returns the Place of a PCI device. It is nil if the host has one node, or if the device's node is unknown. pci
+// is only called on hosts with several nodes.
 func Near(root string, pci func() string) *Place {
 	all := Read(root)
 	if len(all) < 2 {
@@ -144,7 +144,7 @@ func (p *Place) Ranks(ranks int) int {
 	return max(1, min(ranks, p.here))
 }
 
-// Within returns the cores in had that are on the device's node, and how many cores the node has.
+// Within returns which of the cores in had are on the device's node, and how many cores the node has.
 func (p *Place) Within(had *unix.CPUSet) (near unix.CPUSet, all int) {
 	if p == nil {
 		return near, 0

@@ -11,9 +11,9 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// IsQuick reports whether a path is a regular file of at most most bytes, and calls for it can only wait for a
-// disk. The latter requires that every visible file system is served by the kernel: a server or program might
-// never respond, and a link could lead to its file system.
+// IsQuick reports whether a path is a regular file that is not larger than most, and calls for it can only wait for a
+// disk. The latter requires that every visible file system is served by the kernel: a server or program might never
+// respond, and a link could lead to its file system.
 func IsQuick(path string, most int64) bool {
 	if !mounts.areLocal() {
 		return false
@@ -107,7 +107,7 @@ func areKernelTypes(text string) bool {
 	return true
 }
 
-// A Kind of file system says where its files are. It determines how best to read them, and whether a sync waits.
+// The Kind of a file system is where its files are. It determines how best to read them, and whether a sync waits.
 type Kind int
 
 // The kinds of file systems.
@@ -118,7 +118,7 @@ const (
 	InMemory             // only in memory: no call and no sync waits for a disk
 )
 
-// A FileSystem is the file system of a file.
+// A FileSystem is the type of a file system.
 type FileSystem struct {
 	Name string // "ext4", or the number of an unknown file system: "0x786f4256"
 	Kind Kind

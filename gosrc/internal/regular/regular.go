@@ -80,7 +80,7 @@ func Sized(fd int, st *unix.Stat_t) error {
 // step is how much is read beyond the reported size, because files in /proc report 0.
 const step = 32 << 10
 
-// Read returns the content of a small file. A file with a reported or actual size above most is errs.ErrFormat.
+// Read returns the content of a small file. A file with a reported or actual size above most gives errs.ErrFormat.
 func Read(path string, most int64) ([]byte, error) {
 	fd, st, err := Open(path)
 	if err != nil {

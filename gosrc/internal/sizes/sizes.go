@@ -17,7 +17,7 @@ func CeilDiv[T Integer](n, d T) T {
 	return q
 }
 
-// RoundUp returns the smallest multiple of `to` that is at least n, for n >= 0 and to > 0. The result fits T for
+// RoundUp returns the smallest multiple of `to` that is at least n, for n >= 0 and to > 0. The result fits in T for
 // every n from tensor.Size, which leaves 2 bits free.
 func RoundUp[T Integer](n, to T) T { return CeilDiv(n, to) * to }
 

@@ -135,7 +135,7 @@ func LoadAll(t *testing.T, m *load.Model, want map[string]weights.Tensor, index 
 		t.Fatal(err)
 	}
 	if l.Len() != len(want) {
-		t.Fatalf("%d tensors of %d", l.Len(), len(want))
+		t.Fatalf("loaded %d of %d tensors", l.Len(), len(want))
 	}
 	for i := range l.Len() {
 		name := m.Index().Tensors[i].Name
@@ -204,7 +204,7 @@ func CompareParts(t *testing.T, what string, got, want [][]byte, sums []digest.S
 		if !bytes.Equal(got[i], want[i]) {
 			t.Errorf("%s: request %d differs", what, i)
 		} else if sums[i] != digest.Of(want[i]) {
-			t.Errorf("%s: request %d has another digest", what, i)
+			t.Errorf("%s: request %d has a wrong digest", what, i)
 		}
 	}
 }

@@ -57,7 +57,7 @@ func Default(t Type) Options { return Options{Type: t, RLEs: 2, Deltas: 1, Pack:
 // Type is an element type. The numbers match nvCOMP's nvcompType_t.
 type Type uint8
 
-// These are the types.
+// Element types.
 const (
 	Char Type = iota
 	UChar
@@ -86,7 +86,7 @@ func (o Options) Check() error {
 // Bound returns the maximum number of bytes that Encode appends for n bytes.
 func Bound(n int) int { return headBytes + roundUp(n, 4) }
 
-// MaxRatio is an upper bound of the number of bytes that one byte decodes to. The smallest chunk has 8 bytes.
+// MaxRatio is an upper bound for the number of bytes that one byte decodes to. The smallest chunk has 8 bytes.
 const MaxRatio = chunkBytes / 8
 
 func roundUp(n, to int) int { return (n + to - 1) &^ (to - 1) }

@@ -52,7 +52,6 @@ func (d *decoder) takeBits(lane, n int) (int, bool) {
 	return v, d.dropBits(lane, n)
 }
 
-// decodeStream decodes all blocks of the stream.
 func (d *decoder) decodeStream() error {
 	if len(d.src) < 4*lanes {
 		return corruptError("the stream is too short: %d bytes, expected at least %d", len(d.src), 4*lanes)

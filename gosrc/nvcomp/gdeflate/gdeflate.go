@@ -36,8 +36,8 @@ const (
 	maxStore = 1<<16 - 1 // maximum bytes of a stored block
 )
 
-// MaxRatio is an upper bound of the number of bytes that one byte decodes to: a match of 65538 bytes takes at least
-// 18 bits.
+// MaxRatio is an upper bound for the number of bytes that one byte decodes to: a match of 65538 bytes takes at least 18
+// bits.
 const MaxRatio = 29128
 
 // Bound returns the maximum number of bytes that Encode appends for n bytes. For each lane, it includes a word that
@@ -53,8 +53,8 @@ var (
 	distBase, distExtra     = extraBitsTable(dists, 2, 1, dists)
 )
 
-// extraBitsTable returns a table in which the first n symbols have no extra bits and each following group of n
-// symbols has one bit more. From `wide` on, a symbol is minMatch with 16 bits.
+// extraBitsTable returns a table in which the first 2n symbols have no extra bits, and each group of n symbols after
+// that has one bit more than the group before. From `wide` on, a symbol is minMatch with 16 bits.
 func extraBitsTable(symbols, n int, first int32, wide int) (base []int32, extra []uint8) {
 	for s, at := 0, first; s < symbols; s++ {
 		if s >= wide {

@@ -177,7 +177,6 @@ func (c *code) numberCodes() {
 	}
 }
 
-// makeFixedCodes returns the codes of fixed blocks.
 func makeFixedCodes() (lit, dist code) {
 	lit = code{bits: make([]uint16, literals), length: make([]uint8, literals)}
 	for s := range lit.length {

@@ -12,8 +12,8 @@ const (
 	hashBits = 15
 )
 
-// An effort says how hard to search for matches: how many candidates to try, whether to also try the next byte, and
-// which length ends the search.
+// An effort defines how thoroughly to search for matches: how many candidates to try, whether to also try the next
+// byte, and which length ends the search.
 type effort struct {
 	chain int
 	lazy  bool

@@ -148,7 +148,7 @@ func ReadBlocks(ctx context.Context, src source.Source, off, n int64, add func(b
 	return nil
 }
 
-// inOrder returns the subsequence of order that is in file order and has the most bytes.
+// inOrder returns the largest subsequence of order, by bytes, that is in file order.
 func inOrder(order []string, tensors []tensor.Tensor) map[string]bool {
 	place := make(map[string]int, len(tensors))
 	for i := range tensors {

@@ -20,7 +20,7 @@ import (
 )
 
 // A Summary is the part of a report about one file. SHA256 is the plain file's hash in hex. It is "" if the file was
-// not hashed because it was read over a network, or if its container stores no hash. Compared says that a decompressed
+// not hashed because it was read over a network, or if its container stores no hash. Compared means that a decompressed
 // file has the stored SHA-256 of the original.
 type Summary struct {
 	File     string `json:"file"`

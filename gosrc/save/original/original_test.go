@@ -159,8 +159,8 @@ func TestInOrder(t *testing.T) {
 	}
 }
 
-// It is an error if the file is written to during the hashing, or if the hashing is cancelled while an encoder waits
-// for it. No goroutine is left.
+// The hashing fails if the file is written to meanwhile, or if it is cancelled while an encoder waits for it. No
+// goroutine is left.
 func TestHashEnds(t *testing.T) {
 	f, s, b := opened(t, rand.New(rand.NewPCG(1, 1)), 1<<20)
 	ctx, cancel := context.WithCancelCause(context.Background())

@@ -86,7 +86,7 @@ type localDraft struct {
 // URI returns the final path of the file, with symbolic links resolved.
 func (f *localDraft) URI() string { return f.Path }
 
-// WriteView calls Write.
+// WriteView is Write, which has written the bytes when it returns and so needs no copy.
 func (f *localDraft) WriteView(p []byte, off int64) error { return f.Write(p, off) }
 
 // Finish waits until the file is synced to the disk, which may take seconds. After a
@@ -106,7 +106,7 @@ func (l *localFiles) findLike() (string, error) {
 		if err == nil {
 			err = place.RefuseStrangers()
 		}
-		if errors.Is(err, errs.ErrPermission) || errors.Is(err, unix.ELOOP) { // not ours, or a broken link
+		if errors.Is(err, errs.ErrPermission) || errors.Is(err, unix.ELOOP) { // another user's file, or a loop of links
 			continue
 		}
 		if err != nil {
@@ -138,9 +138,9 @@ func (l *localFiles) checkRoom() error {
 	return nil
 }
 
-// replacedFiles lists the files that a set makes stale, so the old model cannot be opened by another name. These are
-// the results of staleFiles, and files that killed saves of the same model have left. It returns an error if other
-// models' files might be among them.
+// replacedFiles lists the files that a set of shards makes stale. Publish removes them, so that the old model cannot be
+// opened by another name. They are the results of staleFiles, and files that saves of the same model left when they
+// were killed. It returns an error if other models' files might be among them.
 func (l *localFiles) replacedFiles(ctx context.Context) (old []string, err error) {
 	last := l.files[len(l.files)-1]
 	if !l.pub.Sharded && last.Listing == nil {
@@ -181,7 +181,7 @@ func (l *localFiles) replacedFiles(ctx context.Context) (old []string, err error
 	return slices.DeleteFunc(old, func(p string) bool { return others[p] }), err
 }
 
-// listedByOthers returns the files that other indexes in the folder of an index list. They belong to other models,
+// listedByOthers returns the files that are named in the other indexes of the folder. They belong to other models,
 // regardless of their names.
 func (l *localFiles) listedByOthers(ctx context.Context, index string) (map[string]bool, error) {
 	dir, paths := atomicfile.Folder(index), map[string]bool{}
@@ -195,7 +195,8 @@ func (l *localFiles) listedByOthers(ctx context.Context, index string) (map[stri
 			continue
 		}
 		set, err := l.pub.readIndex(ctx, JoinName(dir, e.Name()))
-		if err != nil && !errors.Is(err, errs.ErrArgument) { // not a regular file
+		// ErrArgument: the entry is not a regular file, so it is not an index
+		if err != nil && !errors.Is(err, errs.ErrArgument) {
 			return nil, err
 		}
 		if set != nil {
@@ -207,8 +208,8 @@ func (l *localFiles) listedByOthers(ctx context.Context, index string) (map[stri
 	return paths, nil
 }
 
-// abandonedFiles lists the files that killed saves of some families have left in a folder: marked files and, if
-// numbered is set, other shards. It omits files that a save is still writing.
+// abandonedFiles lists the files that saves left in a folder when they were killed: marked files and, if numbered is
+// set, other shards. It considers only the given families, and omits files that a save is still writing.
 func abandonedFiles(dir string, families map[string]bool, numbered bool) (paths []string) {
 	entries, _ := os.ReadDir(dir)
 	for _, e := range entries {

@@ -1,7 +1,7 @@
 package publish
 
-// This file gives the files of a set names that no file of the earlier set has, so both sets are complete until the new
-// index.json replaces the old one in one step. It also lists the files that become stale.
+// This file gives the files of a set new names, which differ from those of the earlier set. Both sets are therefore
+// complete until the new index.json replaces the old one in one step. It also lists the files that become stale.
 
 import (
 	"context"
@@ -65,13 +65,13 @@ func refuseNextToIndex(ctx context.Context, p *Publication, files []*File) error
 	index := IndexPath(path)
 	shards, err := p.readIndex(ctx, index)
 	if errors.Is(err, errs.ErrTimeout) || errors.Is(err, errs.ErrIO) && source.Remote(path) {
-		return err // a store that does not answer would also fail the save
+		return err // if the store does not answer, the save would fail anyway
 	}
 	if shards == nil || err != nil || slices.Contains(shards.Files, filepath.Base(path)) {
 		return nil // no readable index, or it lists this file
 	}
 	return errs.Locate("save", path, "", -1, errs.New(errs.ErrArgument,
-		"its folder has %s, which still names the old model: remove it and its shards first, or save "+
+		"its folder has %s, which still lists the old model: remove it and its shards first, or save "+
 			"with max_shard_size (--shard), which replaces them", filepath.Base(index)))
 }
 

@@ -25,7 +25,7 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// A Publication says where the files of a save go, and which files may be there.
+// A Publication describes where the files of a save go, and which files may be there.
 type Publication struct {
 	Path       string          // a local path or a URI: the file, or the name from which shard names are made
 	Remote     bool            // Path is a URI

@@ -43,7 +43,7 @@ func (o *objects) Drop(err error) {
 }
 
 // Publish publishes the objects in order. The last one is the object that readers look for. Then it removes stale
-// objects. If publishing fails, the old model stays, and published shards are removed.
+// objects. If publishing fails, the old model remains, and published shards are removed.
 func (o *objects) Publish(ctx context.Context) error {
 	stale, err := staleFiles(ctx, o.pub, o.pub.Path, o.files[len(o.files)-1])
 	if err != nil {

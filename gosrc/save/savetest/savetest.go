@@ -109,7 +109,7 @@ func Same(t testing.TB, want []save.Input, got map[string]save.Input) {
 		case g.DType != w.DType || !slices.Equal(g.Shape, w.Shape):
 			t.Fatalf("%q was read as %v %v, expected %v %v", w.Name, g.DType, g.Shape, w.DType, w.Shape)
 		case !bytes.Equal(g.Data, w.Data):
-			t.Fatalf("%q has other bytes", w.Name)
+			t.Fatalf("%q has wrong bytes", w.Name)
 		}
 	}
 }
@@ -190,7 +190,7 @@ func Some(r *rand.Rand) []save.Input {
 	return append(in, Input("tied", in[len(in)-2].DType, in[len(in)-2].Shape, in[len(in)-2].Data))
 }
 
-// Put creates files below dir with the given contents. A text of "-> " and a path creates a symbolic link.
+// Put creates files below dir with the given contents. The content "-> PATH" creates a symbolic link to PATH.
 func Put(t *testing.T, dir string, files map[string]string) {
 	t.Helper()
 	for name, text := range files {

@@ -132,7 +132,8 @@ func (p *direct) wantsDirect(f *File, off int64, n int) bool {
 	return state == cold
 }
 
-// openDirect reopens the file of fd for direct I/O. It opens that same file even if its path now leads to another file.
+// openDirect reopens the file of fd for direct I/O. It opens the same file even if its path now leads to a different
+// file.
 func (p *direct) openDirect(fd int) bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()

@@ -60,7 +60,7 @@ func evict(t *testing.T, f *File, off, n int64) {
 	t.Helper()
 	_ = unix.Fadvise(f.fd, off, n, unix.FADV_DONTNEED)
 	if share, known := residentShare(f.fd, off, n); !known || share > 0.1 {
-		t.Skipf("the page cache here cannot be emptied: %.2f resident, %v", share, known)
+		t.Skipf("pages cannot be dropped from the page cache: %.2f resident, %v", share, known)
 	}
 }
 
@@ -129,7 +129,7 @@ func TestColdStaysCold(t *testing.T) {
 	path, data := noise(t, 3*window+100_000, 7)
 	f := opened(t, path, 1, "buffered")
 	if kindOf(f.fd) != regular.Disk || dioAlign(f.fd) == 0 {
-		t.Skip("no O_DIRECT here")
+		t.Skip("O_DIRECT is not available")
 	}
 	got := make([]byte, len(data))
 	read := func() {
@@ -168,7 +168,7 @@ func TestColdStaysCold(t *testing.T) {
 			}
 			l := f.direct.load.Load()
 			if l == nil && c.kept == 0 {
-				t.Skip("no O_DIRECT here")
+				t.Skip("O_DIRECT is not available")
 			}
 			least, most := int64(0), int64(0)
 			switch {
@@ -267,7 +267,7 @@ func TestRefusedDirect(t *testing.T) {
 	path, data := noise(t, 3<<20+5, 4)
 	f := opened(t, path, 1, "direct")
 	if f.direct.align < 2 {
-		t.Skip("no O_DIRECT here")
+		t.Skip("O_DIRECT is not available")
 	}
 	f.direct.align = 1 // an alignment that the kernel refuses
 	got := make([]byte, len(data)-1)
@@ -385,8 +385,8 @@ func TestIdentity(t *testing.T) {
 	}
 }
 
-// A write after the file was opened is detected, even if the writer restored the modification time as rsync
-// does. A new name, mode or link, or another file in its place, does not change its bytes.
+// A write after the file was opened is detected, even if the writer restored the modification time as rsync does. A
+// rename, a new mode or link, or a new file at its path does not count as a change.
 func TestUnwritten(t *testing.T) {
 	old := time.Now().Add(-time.Hour)
 	for name, c := range map[string]struct {

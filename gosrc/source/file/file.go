@@ -58,7 +58,7 @@ type File struct {
 	direct direct
 }
 
-// attributes may change, and with them the file's change time, without a change of its bytes.
+// attributes affect a file's change time, but not its bytes.
 type attributes struct {
 	mode, uid, gid uint32
 	links          uint64
@@ -170,7 +170,8 @@ func Identify(path string) (source.Identity, error) {
 // ReadAt fills p from off; see source.Source.
 func (f *File) ReadAt(ctx context.Context, p []byte, off int64) error {
 	if off < 0 || off > f.size || int64(len(p)) > f.size-off {
-		return f.placeError(off, errs.New(errs.ErrCorrupt, "truncated: expected at least %d bytes, but the file has %d",
+		return f.placeError(off, errs.New(errs.ErrCorrupt,
+			"truncated: expected %d bytes from this offset, but the file has %d",
 			len(p),
 			f.size))
 	}

@@ -117,8 +117,8 @@ func (r *revision) takeCommit(resp *http.Response) error {
 	return nil
 }
 
-// takeSum records the SHA-256 of a large file from a response of the hub, which has it as the ETag of the linked
-// object. Small files have shorter hashes, of Git.
+// takeSum records the SHA-256 of a large file from a response of the hub. The hub sends it as the ETag of the linked
+// object. For small files it sends a shorter hash, which is ignored.
 func (o *object) takeSum(resp *http.Response) {
 	sum := strings.ToLower(strings.Trim(resp.Header.Get("X-Linked-ETag"), `"`))
 	if b, err := hex.DecodeString(sum); err != nil || len(b) != sha256.Size {

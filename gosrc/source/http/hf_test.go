@@ -193,8 +193,7 @@ func TestMovingBranchAtOnce(t *testing.T) {
 	}
 }
 
-// A response from a commit other than the requested one is an error. A response that names no commit can be
-// read.
+// A response from a commit other than the requested one gives an error. A response that names no commit can be read.
 func TestCommits(t *testing.T) {
 	endpoint, at := moving(t, 100, false)
 	opt := source.Options{Env: map[string]string{"HF_ENDPOINT": endpoint}}

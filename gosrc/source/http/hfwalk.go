@@ -21,7 +21,8 @@ import (
 const maxListing = 64 << 20
 
 // Walk lists the files of a repository or of a folder in it, sorted, and returns its URI at the commit of the list. If
-// the hub must not or cannot be asked, Walk lists the files of that commit in the huggingface_hub cache.
+// the hub must not or cannot be asked, Walk lists the files in the huggingface_hub cache, at the commit of this load or
+// at the commit that the cache last recorded.
 func (h *Hub) Walk(ctx context.Context, uri string, opt source.Options) (at string, files []source.Entry, err error) {
 	ref, ok := source.ParseHF(uri)
 	if !ok || !source.Folder(uri) {

@@ -1,10 +1,10 @@
 // Package http reads http://, https:// and hf:// objects.
 //
-// Opening requests the first bytes of the object. The response gives the size and the ETag that later reads
-// require, and usually contains the format's whole header. Each read is a ranged GET whose body is read from
-// the socket directly into the caller's memory. Package retry resumes interrupted ranges. A response is only
-// used if it is exactly the requested range of the same version: one with another Content-Range, ETag or size,
-// or with a content encoding, is rejected. A changed object is errs.ErrCorrupt.
+// Opening requests the first bytes of the object. The response gives the size and the ETag that later reads require,
+// and usually contains the format's whole header. Each read is a ranged GET whose body is read from the socket directly
+// into the caller's memory. Package retry resumes interrupted ranges. A response is only used if it is exactly the
+// requested range of the same version: one with a different Content-Range, ETag or size, or with a content encoding, is
+// rejected. A changed object gives errs.ErrCorrupt.
 //
 // Servers without ranges are read in order by one GET; see spool.go. So are servers that send neither an ETag
 // nor a date, because two requests could return bytes of different versions.
@@ -116,7 +116,7 @@ func (s *Source) pin() string {
 	case s.o.etag != "" && !isDated:
 		return s.o.etag
 	}
-	if q := s.o.url.RawQuery; q != "" { // objects with other queries may have the same date
+	if q := s.o.url.RawQuery; q != "" { // objects with different queries may have the same date
 		return fmt.Sprintf("%s %x", s.o.modified, sha256.Sum256([]byte(q)))
 	}
 	return s.o.modified
@@ -152,7 +152,7 @@ type object struct {
 	// Only set for hf://.
 	revision *revision
 	at       func(rev string) string
-	sum      string // SHA-256 of the object in hex, or "" if the hub does not say it
+	sum      string // SHA-256 of the object in hex, or "" if the hub does not report it
 
 	size     int64
 	answer   http.Header // headers of the first response

@@ -228,7 +228,7 @@ func TestSpoolFaults(t *testing.T) {
 	}
 }
 
-// An object that changes after it was opened is errs.ErrCorrupt, however the server reports it.
+// An object that changes after it was opened gives errs.ErrCorrupt, however the server reports the change.
 func TestChanged(t *testing.T) {
 	data := random(1 << 20)
 	ctx := context.Background()

@@ -13,8 +13,8 @@ import (
 	"github.com/overwire/overwire/gosrc/source"
 )
 
-// Walk returns the files of a folder and its subfolders from a server's JSON listings. It refuses invalid file
-// names and endless folders. Servers with another kind of listing, or without one, give errs.ErrNotSupported.
+// Walk returns the files of a folder and its subfolders from a server's JSON listings. It refuses invalid file names
+// and endless folders. Servers with a different kind of listing, or without one, give errs.ErrNotSupported.
 func TestWalk(t *testing.T) {
 	for name, c := range map[string]struct {
 		answers map[string]string // keyed by path; "" means 404

@@ -137,7 +137,7 @@ func TestNginx(t *testing.T) {
 	if err := os.Chtimes(path, begun, begun); err != nil {
 		t.Fatal(err)
 	}
-	// nginx derives ETags from the size and a date in seconds, so another file could still get the same ETag.
+	// nginx derives ETags from the size and a date in seconds, so a different file could still get the same ETag.
 	if fresh := opened(t, ranges+"x", nil); fresh.pin() != "" && time.Since(begun) < settle {
 		t.Errorf("%q pins a file that may change within this second", fresh.pin())
 	}

@@ -112,8 +112,8 @@ func TestCacheAway(t *testing.T) {
 	}
 }
 
-// Bytes from one store are never returned for another store with the same ETag, size and date: a mirror, a
-// server without certificate check, another virtual host.
+// Bytes from one store are never returned for another store with the same ETag, size and date: a mirror, a server
+// without a certificate check, a different virtual host.
 func TestCacheOfAnotherStore(t *testing.T) {
 	answer := func(text string) http.HandlerFunc {
 		return func(w http.ResponseWriter, r *http.Request) {
@@ -206,7 +206,7 @@ func TestAbsentIsAskedAgain(t *testing.T) {
 	}
 }
 
-// Only names that never refer to other bytes are read from a cache without asking the store.
+// Only URIs that always refer to the same bytes are read from a cache without asking the store.
 func TestImmutable(t *testing.T) {
 	for uri, want := range map[string]bool{
 		"hf://org/name/a@" + commit: true, "hf://org/name/a@main": false, "hf://org/name/a": false,

@@ -106,7 +106,7 @@ func (s *Stores) Open(ctx context.Context, uri string) (source.Source, error) {
 	return s.OpenLike(ctx, uri, source.Outline{})
 }
 
-// OpenLike opens a URI of which the reader expects an outline.
+// OpenLike opens a URI. outline describes what the reader expects of the object.
 func (s *Stores) OpenLike(ctx context.Context, uri string, outline source.Outline) (source.Source, error) {
 	opt := s.opt
 	opt.Outline = outline
@@ -207,7 +207,7 @@ func RecipeOf(scheme string) error {
 	return nil
 }
 
-// recipes say how to access these stores through other schemes.
+// recipes describe how to access these stores through other schemes.
 var recipes = map[string]string{
 	"gs": gcs, "gcs": gcs, "az": azure, "azure": azure, "abfs": azure, "abfss": azure,
 	"adl": azure, "wasb": azure, "wasbs": azure,

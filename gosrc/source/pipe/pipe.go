@@ -63,7 +63,8 @@ func Open(ctx context.Context, program, uri string, opt source.Options) (*Source
 func Start(ctx context.Context, program string, urls []string, sizes []int64, opt source.Options) ([]*Source, error) {
 	fail := func(uri string, err error) ([]*Source, error) { return nil, errs.In("open", uri, err) }
 	if len(urls) == 0 || sizes != nil && len(sizes) != len(urls) || sizes == nil && len(urls) != 1 {
-		return fail("", errs.New(errs.ErrArgument, "got %d URLs and %d sizes", len(urls), len(sizes)))
+		return fail("", errs.New(errs.ErrArgument, "got %d URLs and %d sizes: expected one size for each URL",
+			len(urls), len(sizes)))
 	}
 	timeout, err := opt.Number("timeout", 30, 0.01, 86400)
 	if err != nil {
@@ -78,7 +79,7 @@ func Start(ctx context.Context, program string, urls []string, sizes []int64, op
 			return fail(u, errs.New(errs.ErrArgument, "invalid size %d: expected 0 or more bytes", sizes[i]))
 		}
 		if err := opt.Check(scheme, "timeout"); err != nil {
-			return fail(u, fmt.Errorf("%w: an external downloader supports only timeout", err))
+			return fail(u, fmt.Errorf("%w: an external downloader supports only the option timeout", err))
 		}
 	}
 	files := make([]*spool.File, 0, len(urls))

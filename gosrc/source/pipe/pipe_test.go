@@ -102,7 +102,7 @@ func TestCurl(t *testing.T) {
 	}
 }
 
-// A failure of the program is an error of the read and never gives wrong bytes.
+// If the program fails, the read returns an error and never wrong bytes.
 func TestFailures(t *testing.T) {
 	ctx := context.Background()
 	for name, c := range map[string]struct {

@@ -5,8 +5,8 @@
 // tensorizer. This package writes key:ow-RANDOM:OFFSET with a new random part for each file, so that a reader never
 // mixes an old and a new file. If a value disappears while the file is read, the error is errs.ErrCorrupt.
 //
-// Drafts are written under a different key. They expire if their writer dies, and are renamed in one
-// transaction. A value has up to 16 MiB.
+// Drafts are written under different keys. They expire if their writer dies, and are renamed in one transaction. A
+// value has up to 16 MiB.
 package redis
 
 import (
@@ -224,10 +224,8 @@ func (o *object) Fetch(ctx context.Context, off, n int64) (io.ReadCloser, error)
 	return &body{ctx: ctx, o: o, i: i, off: off, end: off + n}, nil
 }
 
-// Judge classifies an error.
 func (o *object) Judge(err error) (retry.Verdict, time.Duration) { return judgeError(err) }
 
-// Close closes the connections.
 func (o *object) Close() error {
 	o.server.closeIdle()
 	return nil

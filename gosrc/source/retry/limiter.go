@@ -12,11 +12,11 @@ import (
 	"time"
 )
 
-// A limiter implements adaptive concurrency for one host: it decides how many ranges may be open. While all
-// permits are in use, it compares the throughput of each window with the best recent one. A probe step that
-// raises the throughput by probeGain is retained, and another step follows, twice as large if the throughput
-// rose nearly in proportion. Any other step is undone, and the next one follows after backoffWindows windows,
-// then after twice as many, and so on. When a store reports that it is overloaded, the number is halved.
+// A limiter implements adaptive concurrency for one host: it decides how many ranges may be open. While all permits are
+// in use, it compares the throughput of each window with the best recent one. A probe step that raises the throughput
+// by the factor probeGain is retained, and another step follows, twice as large if the throughput rose nearly in
+// proportion. Any other step is undone, and the next one follows after backoffWindows windows, then after twice as
+// many, and so on. When a store reports that it is overloaded, the number is halved.
 type limiter struct {
 	host string
 	refs int

@@ -40,10 +40,10 @@ func (s *Source) withinSource(ctx context.Context, off int64) (context.Context, 
 	}
 }
 
-// A byteRange is read in order by one goroutine. It holds its permit until its end, because the kernel receives
-// more bytes while the reader works between two steps. If its body breaks, it resumes without waiting for a
-// permit: its reader may hold resources for which the owners of permits wait. If no response has arrived yet,
-// it queues for a permit again.
+// A byteRange is read in order by one goroutine. It holds its permit until its end, because the kernel receives more
+// bytes while the reader works between two steps. If its body breaks, it resumes without waiting for a permit: its
+// reader may hold resources that the permit holders are waiting for. If no response has arrived yet, it queues for a
+// permit again.
 type byteRange struct {
 	s        *Source
 	ctx      context.Context // ends with the caller's context or the source
@@ -67,7 +67,7 @@ func (r *byteRange) beginRange(ctx context.Context, off, n int64) error {
 	s := r.s
 	if off < 0 || n < 0 || off > s.Size() || n > s.Size()-off {
 		return s.placeError(off, errs.New(errs.ErrCorrupt,
-			"truncated: expected at least %d bytes, but the object has %d", n,
+			"truncated: expected %d bytes from this offset, but the object has %d", n,
 			s.Size()))
 	}
 	if ctx.Err() != nil {

@@ -233,8 +233,8 @@ func pauseBefore(ctx context.Context, unit time.Duration, failed int, after time
 }
 
 // Repeat runs a request until it succeeds or another attempt cannot help, with the same pauses as a range. It makes up
-// to Options.Retries + 1 attempts. While heard reports that the store has never responded, at most OpenTries attempts
-// may end without a response. Repeat returns the number of failed attempts and the last error.
+// to Options.Retries + 1 attempts. Until heard returns true (the store has responded), at most OpenTries attempts may
+// end without a response. Repeat returns the number of failed attempts and the last error.
 func Repeat(ctx context.Context, opt Options, judge func(error) (Verdict, time.Duration), heard func() bool,
 	fn func() error) (failed int, err error) {
 	for silent := 0; ; {

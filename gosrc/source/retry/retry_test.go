@@ -223,8 +223,8 @@ func TestVerdicts(t *testing.T) {
 	}
 }
 
-// A body with one byte too many is an invalid response and does not count as progress, whatever its length, in
-// one step and in several.
+// A body with one byte too many is an invalid response and does not count as progress. This holds for any length and
+// for any number of steps.
 func TestTooLong(t *testing.T) {
 	s := &store{data: random(4 * Progress)}
 	s.fault = func(n, off int64, b []byte) (io.Reader, error) {

@@ -80,8 +80,8 @@ func New(s Settings) *Client {
 	}}
 }
 
-// RoundTrip sends one request and does not follow redirects. An untrusted certificate of the server or of a
-// proxy is errs.ErrPermission.
+// RoundTrip sends one request and does not follow redirects. An untrusted certificate of the server or of a proxy gives
+// errs.ErrPermission.
 func (c *Client) RoundTrip(r *http.Request) (*http.Response, error) {
 	if c.untrusted != nil && r.URL.Scheme == "https" {
 		return nil, c.untrusted
@@ -111,7 +111,7 @@ func proxiesOf(env map[string]string) func(*http.Request) (*url.URL, error) {
 		return env[name]
 	}
 	all := get("ALL_PROXY")
-	valid := func(text string) string { // httpproxy ignores an invalid URL, or parses it as another proxy
+	valid := func(text string) string { // httpproxy ignores an invalid URL, or parses it as a different proxy
 		u, err := url.Parse(text)
 		if (err != nil || u.Host == "") && !strings.Contains(text, "://") { // a host without a scheme
 			u, err = url.Parse("http://" + text)
@@ -133,7 +133,8 @@ func proxiesOf(env map[string]string) func(*http.Request) (*url.URL, error) {
 	}
 }
 
-// Roots reads the authorities. It returns nil, which means those of the system, if none are configured.
+// Roots reads the configured certificate authorities. If there are none, it returns nil, which means those of the
+// system.
 func (t Trust) Roots() (*x509.CertPool, error) {
 	if len(t.Files) == 0 && t.Folders == "" {
 		return nil, nil
@@ -168,7 +169,7 @@ func (t Trust) Roots() (*x509.CertPool, error) {
 		hasAny = err == nil && pool.AppendCertsFromPEM(b) || hasAny
 	}
 	if !hasAny {
-		return nil, errs.New(errs.ErrArgument, "no certificates in %s",
+		return nil, errs.New(errs.ErrArgument, "found no certificates in %s",
 			strings.Join(slices.Concat(t.Files, filepath.SplitList(t.Folders)), ", "))
 	}
 	return pool, nil

@@ -1,10 +1,10 @@
 // Package route decides which servers a chain of redirects may reach, and which of the caller's credentials
 // each request carries. All clients of remote stores use it for redirects, proxies and certificates.
 //
-// Credentials (headers, token, user and password) are sent only to the origin in the caller's URL (scheme, host
-// and port). Once a chain has left the origin, they are not sent again, even if it returns. A redirect may only
-// lead to http and https, and never from https to http. A user and password in its Location are ignored. At
-// most Most redirects are followed.
+// Credentials (headers, token, user and password) are sent only to the origin in the caller's URL (scheme, host and
+// port). Once a chain has left the origin, they are not sent again, even if it returns. A redirect may only lead to
+// http and https, and never from https to http. A user and password in its Location are ignored. A chain follows at
+// most five redirects (Most).
 //
 // Every address is compared with the first address of the object's origin, both when it is dialled and when an
 // idle connection is reused. Neither a redirect nor a changed DNS name may lead from an outer network into an
@@ -32,7 +32,8 @@ import (
 // Most is the number of redirects that a request may follow.
 const Most = 5
 
-// Refused is a redirect that is not followed. It is errs.ErrPermission.
+// Refused is the error for a redirect that is not followed, or for a connection that is not permitted. Its class is
+// errs.ErrPermission.
 type Refused struct{ What string }
 
 func (r *Refused) Error() string {
@@ -43,7 +44,7 @@ func (r *Refused) Unwrap() error { return errs.ErrPermission }
 // A Hop is one request in a chain of redirects.
 type Hop struct {
 	URL *url.URL // without user, password and fragment
-	// Home says that the chain has never left the origin, so this request carries the caller's credentials.
+	// Home means that the chain has never left the origin, so this request carries the caller's credentials.
 	Home bool
 
 	origin string
@@ -166,7 +167,7 @@ func Encoding(h http.Header) string {
 	return ""
 }
 
-// PrintableText returns at most the first most bytes of a server's text, without control and non-ASCII characters.
+// PrintableText cuts a server's text after `most` bytes, and removes control and non-ASCII characters.
 func PrintableText(s string, most int) string {
 	return strings.Map(func(r rune) rune {
 		if r < ' ' || r > '~' {
@@ -241,7 +242,7 @@ func refuseInward(from, to netip.Addr) error {
 	}
 	out, _ := depthOf(from)
 	if _, in := depthOf(to); in > out {
-		return &Refused{"a redirect into a private network"}
+		return &Refused{"a connection into a private network"}
 	}
 	return nil
 }

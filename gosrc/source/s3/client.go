@@ -326,7 +326,7 @@ func (c *client) sendPlainly() {
 }
 
 // isCutWrite reports whether a connection was closed while a body was being sent. A response that refuses the
-// expectation may be lost in this way: to reuse the connection, the transport sends the body in spite of it.
+// expectation may be lost in this way, because the transport then still sends the body, to reuse the connection.
 func isCutWrite(err error) bool {
 	op, ok := errors.AsType[*net.OpError](err)
 	return ok && (op.Op == "write" || op.Op == "readfrom") &&

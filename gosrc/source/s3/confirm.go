@@ -140,7 +140,6 @@ func combinedETag(done []types.CompletedPart) string {
 // completion of an upload.
 type wary struct{ s3.HTTPClient }
 
-// Do sends one request.
 func (w wary) Do(r *http.Request) (*http.Response, error) {
 	resp, err := w.HTTPClient.Do(r)
 	if err != nil || r.Method != http.MethodDelete || resp.StatusCode != http.StatusOK {

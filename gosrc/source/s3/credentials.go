@@ -81,8 +81,8 @@ func (c *chain) firstProvider(ctx context.Context) (aws.CredentialsProvider, err
 	}), nil
 }
 
-// cleanKeys removes a trailing line break from credentials, because secrets created in a shell often have one.
-// A line break elsewhere is an error of the given class that names the credential.
+// cleanKeys removes a trailing line break from credentials, because secrets created in a shell often have one. A line
+// break elsewhere gives an error of the given class that names the credential.
 func cleanKeys(keys aws.Credentials, class error, names ...string) (aws.Credentials, error) {
 	for i, word := range []*string{&keys.AccessKeyID, &keys.SecretAccessKey, &keys.SessionToken} {
 		*word = strings.TrimSpace(*word)

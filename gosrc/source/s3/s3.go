@@ -1,11 +1,11 @@
 // Package s3 reads and writes objects in Amazon S3 and compatible stores: s3://bucket/key, and
 // s3://bucket/key?versionId=ID.
 //
-// Opening an object fixes its state: every later request requires the same ETag, and an object that was
-// replaced is errs.ErrCorrupt. If the store sends neither an ETag nor a date, or does not support ranges, the
-// object is read by one request. Credentials, region and endpoint come from the storage options, then from
-// Python's environment, then from the configuration files of AWS's own tools. Errors contain bucket, key,
-// status and request id, but no secrets. Drafts are streamed in parts and become visible atomically.
+// Opening an object fixes its state: every later request requires the same ETag, and an object that was replaced gives
+// errs.ErrCorrupt. If the store sends neither an ETag nor a date, or does not support ranges, the object is read by one
+// request. Credentials, region and endpoint come from the storage options, then from Python's environment, then from
+// the configuration files of AWS's own tools. Errors contain bucket, key, status and request id, but no secrets. Drafts
+// are streamed in parts and become visible atomically.
 package s3
 
 import (

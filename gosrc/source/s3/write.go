@@ -285,8 +285,8 @@ func Remove(ctx context.Context, uri string, opt source.Options) error {
 	return n.placeError("save", err)
 }
 
-// Walk returns the objects in a folder, sorted by name. With below it includes those in subfolders. An empty
-// folder is errs.ErrNotFound.
+// Walk returns the objects in a folder, sorted by name. With below it includes those in subfolders. An empty folder
+// gives errs.ErrNotFound.
 func Walk(ctx context.Context, uri string, opt source.Options, below bool) ([]source.Entry, error) {
 	n, err := parseURI(uri)
 	if err != nil {

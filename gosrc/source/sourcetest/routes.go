@@ -35,7 +35,7 @@ const Planted = "planted-s3cr3t"
 // net, net2 in a private network
 // link link-local, like cloud metadata services
 //
-// A server responds as its script says, or else with the data.
+// A server responds as its script prescribes, or else with the data.
 type World struct {
 	CA   string // for tls and tls2
 	Data []byte
@@ -195,7 +195,7 @@ var redirects = []struct {
 	{"into TLS and out", "http://{pub}/a", locations{"pub/a": "https://{tls2}/b", "tls2/b": "http://{pub}/c"}, "pub/a+ tls2/b", errs.ErrPermission},
 	{"into a private network", "http://{pub}/a", locations{"pub/a": "http://{net}/b"}, "pub/a+", errs.ErrPermission},
 	{"into a private network over another host", "http://{pub}/a", locations{"pub/a": "http://{pub2}/b", "pub2/b": "http://{net}/c"}, "pub/a+ pub2/b", errs.ErrPermission},
-	{"an address of IPv4 in IPv6", "http://{pub}/a", locations{"pub/a": "http://[::ffff:127.0.0.2]:{net:}/b"}, "pub/a+", errs.ErrPermission},
+	{"IPv4 in IPv6 form", "http://{pub}/a", locations{"pub/a": "http://[::ffff:127.0.0.2]:{net:}/b"}, "pub/a+", errs.ErrPermission},
 	{"an address in one number", "http://{pub}/a", locations{"pub/a": "http://2130706434:{net:}/b"}, "pub/a+", errs.ErrIO},
 	{"an address in two numbers", "http://{net}/a", locations{"net/a": "http://127.2:{net:}/b"}, "net/a+", errs.ErrIO},
 	{"an address in hex", "http://{net}/a", locations{"net/a": "http://0x7f000002:{net:}/b"}, "net/a+", errs.ErrIO},

@@ -223,7 +223,7 @@ func (s *suite) ways(t *testing.T) {
 	whole := func(fd int) error {
 		p := make([]byte, n+1)
 		if k, err := unix.Pread(fd, p, 0); err != nil || int64(k) != n || !bytes.Equal(p[:n], s.data) {
-			t.Errorf("the file has %d bytes, or wrong bytes: %v", k, err)
+			t.Errorf("the file gives %d bytes, or wrong bytes: %v", k, err)
 		}
 		return nil
 	}
@@ -275,7 +275,7 @@ func (s *suite) states(t *testing.T) {
 		t.Errorf("after opening, Unchanged is %v for %+v", !s.is.Known, f.Identity)
 	}
 	if f.Unchanged(source.Identity{}) || f.Unchanged(source.Identity{Size: 5, Object: "another", Pin: "pin"}) {
-		t.Error("Unchanged is true for another identity")
+		t.Error("Unchanged is true for a different identity")
 	}
 	if !s.is.Known {
 		return

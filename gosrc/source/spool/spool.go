@@ -149,7 +149,7 @@ func (f *File) Expect(size int64) {
 	f.changeState(func() { f.size = size })
 }
 
-// End says that no more bytes will arrive. Reads of missing bytes return err. If err is nil and the size is
+// End announces that no more bytes will arrive. Reads of missing bytes return err. If err is nil and the size is
 // unknown, the size becomes the number of bytes that have arrived.
 func (f *File) End(err error) {
 	f.changeState(func() {
@@ -190,7 +190,7 @@ func (f *File) ReadAt(ctx context.Context, p []byte, off int64) error {
 		return &errs.At{Verb: "read", Source: f.uri, Chunk: -1, Offset: off, Err: err}
 	}
 	if size := f.Size(); off < 0 || off > size || int64(len(p)) > size-off {
-		return at(errs.New(errs.ErrCorrupt, "truncated: expected at least %d bytes, but the object has %d",
+		return at(errs.New(errs.ErrCorrupt, "truncated: expected %d bytes from this offset, but the object has %d",
 			len(p), size))
 	}
 	if ctx.Err() != nil {

@@ -21,9 +21,9 @@ import (
 type Whole interface {
 	// URI returns the object's name as the user wrote it.
 	URI() string
-	// Whole opens the object's body from its beginning. length is -1 if the store does not state it. Later
-	// calls must return the same state as the first call that succeeded. For another state they return an error
-	// for which Judge returns retry.Changed.
+	// Whole opens the object's body from its beginning. length is -1 if the store does not state it. Later calls must
+	// return the same state as the first call that succeeded. For a different state they return an error for which
+	// Judge returns retry.Changed.
 	Whole(ctx context.Context) (body io.ReadCloser, length int64, err error)
 	// Judge is the same as in retry.Fetcher.
 	Judge(err error) (retry.Verdict, time.Duration)
@@ -122,7 +122,7 @@ func (s *Stream) fillFile(ctx context.Context) error {
 				return err
 			}
 			if err == errStalled {
-				return errs.New(errs.ErrTimeout, "got less than %d bytes in %v (after %d attempts)", retry.Progress,
+				return errs.New(errs.ErrTimeout, "got fewer than %d bytes in %v (after %d attempts)", retry.Progress,
 					s.tries.Timeout, failures)
 			}
 			return errs.New(errs.ErrIO, "%v (after %d attempts)", err, failures)

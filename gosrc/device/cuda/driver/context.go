@@ -80,7 +80,7 @@ func (c *Context) ErrorOf(noted unsafe.Pointer) error {
 	return errorOf(c.index, (*C.struct_owcu_error)(noted))
 }
 
-// call calls a C function and returns its error.
+// call runs a C function and returns its error.
 func (c *Context) call(run func(e *C.struct_owcu_error) C.int) error {
 	var e C.struct_owcu_error
 	if run(&e) != 0 {
@@ -221,7 +221,7 @@ var statusTexts = []struct {
 	{2, "a lane ends in a wrong state"},
 	{4, "words and escapes do not end at the end of their segment"},
 	{8, "an escape is out of order"},
-	{1 << 8, "the stream is of another kind, or its header is damaged"},
+	{1 << 8, "the stream is of a different kind, or its header is damaged"},
 	{1 << 9, "the algorithm, length or chunk size differs from the expected one"},
 	{1 << 10, "a chunk is outside its payload or has an invalid form"},
 	{1 << 12, "a block cannot be decoded"},

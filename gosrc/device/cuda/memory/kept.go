@@ -67,7 +67,6 @@ func (k *keptBlocks) removeSurplus() (old []uint64, later bool) {
 	return old, false
 }
 
-// removeAll removes all blocks.
 func (k *keptBlocks) removeAll() (all []uint64) {
 	for _, b := range k.blocks {
 		all = append(all, b.at)

@@ -73,7 +73,7 @@ func New(ctx *driver.Context, short func() error) *Memory {
 	return &Memory{ctx: ctx, c: C.owcu_handle(ctx.Handle()), short: short, list: list}
 }
 
-// call returns the error of a C function.
+// call runs a C function and returns its error.
 func (m *Memory) call(run func(e *C.struct_owcu_error) C.int) error {
 	var e C.struct_owcu_error
 	if run(&e) != 0 {

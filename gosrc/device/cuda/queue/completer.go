@@ -46,8 +46,8 @@ func (f *completer) deviceError() error {
 	return f.broken
 }
 
-// recordError returns an error and records it if it is the first device error. Out of memory and a stream that is being
-// captured are not recorded, because the next call may succeed.
+// recordError returns an error and records it if it is the first device error. Out-of-memory errors, and errors because
+// a stream is being captured, are not recorded, because the next call may succeed.
 func (f *completer) recordError(e *C.struct_owcu_error) error {
 	err := f.ctx.ErrorOf(unsafe.Pointer(e))
 	f.mu.Lock()

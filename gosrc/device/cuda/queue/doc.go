@@ -3,7 +3,7 @@
 // destinations in device memory. Only package cuda makes a Pool.
 //
 // All functions are safe for concurrent use unless documented otherwise. Chunks are validated on the host before a
-// kernel reads them, and kernels are safe for any bytes. A corrupt chunk is an error of its task, and the context stays
+// kernel reads them, and kernels are safe for any bytes. A corrupt chunk fails only its own task, and the context stays
 // usable.
 //
 // A coherent device reads host memory as fast as it could be copied. Its kernels read slots in place, and its queues
@@ -25,7 +25,7 @@ import (
 	"github.com/overwire/overwire/gosrc/device/cuda/driver"
 )
 
-// call returns the error of a C function.
+// call runs a C function and returns its error.
 func call(ctx *driver.Context, run func(e *C.struct_owcu_error) C.int) error {
 	var e C.struct_owcu_error
 	if run(&e) != 0 {

@@ -127,7 +127,7 @@ func RemoteRing() (slots int, bytes int64) { return redivideSlots(ring.divided, 
 
 // ExchangeRing returns a ring with three slots per reader, as far as the memory of DefaultRing allows. Two slots fit
 // the L2 cache of the reader's core. It is for ranks that exchange what they read from local files (see SubmitAll).
-// With more slots, four ranks together would have more bytes in flight than fit the processor's caches, and both
+// With more slots, four ranks together would have more bytes in flight than fit in the processor's caches, and both
 // reading and copying would be slower.
 func ExchangeRing(readers int) (slots int, bytes int64) {
 	slots, bytes = redivideSlots(ring.slots, ring.bytes/8)

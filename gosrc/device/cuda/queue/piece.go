@@ -154,8 +154,8 @@ func (b *pieceBuilder) checkTask(n int64, task *device.DecodeTask) error {
 // hasAllTasks reports whether every task has been added to a round.
 func (b *pieceBuilder) hasAllTasks() bool { return b.begun && b.at == len(b.tasks) }
 
-// fillRound adds as many of the next tasks as fit the tables. scratch is the address of scratch memory if the
-// piece needs it.
+// fillRound adds as many of the next tasks as fit in the tables. scratch is the address of scratch memory if the piece
+// needs it.
 func (b *pieceBuilder) fillRound(scratch uint64) {
 	b.scratch, b.inScr, b.copies = false, 0, b.copies[:0]
 	b.t.reset()
@@ -209,8 +209,8 @@ func checkCast(task *device.DecodeTask) error {
 	return nil
 }
 
-// needsScratch reports whether a chunk must be decoded to scratch memory first. Kernels write whole chunks at multiples
-// of 16, and cast aligned elements.
+// needsScratch reports whether a chunk must be decoded to scratch memory first. Kernels write only whole chunks, to
+// multiples of 16, and cast only aligned elements.
 func (b *pieceBuilder) needsScratch(task *device.DecodeTask) bool {
 	if task.Cast.To != 0 {
 		return task.Chunk.Codec == tensor.CodecX16 || (b.base+uint64(task.Src))%uint64(task.Cast.From.Bits()/8) != 0
@@ -218,7 +218,7 @@ func (b *pieceBuilder) needsScratch(task *device.DecodeTask) bool {
 	return task.Chunk.Codec == tensor.CodecX16 && (task.View != nil || uintptr(task.Dst)%16 != 0)
 }
 
-// addX16 adds an X16 chunk.
+// addX16 adds an X16 chunk to the tables. It returns false if they have too little space left.
 func (b *pieceBuilder) addX16(task *device.DecodeTask, scratch uint64) bool {
 	through := b.needsScratch(task)
 	n := x16.Segments(task.Chunk)

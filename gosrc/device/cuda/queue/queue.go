@@ -31,10 +31,11 @@ const (
 	GapLimit = 16
 
 	// GroupSlots is the number of slots worth collecting for one submission. A driver call takes microseconds, and a
-	// load has thousands of slots that fit a core's cache.
+	// load has thousands of slots that fit in a core's cache.
 	GroupSlots = 16
 
-	// scratchBytes fits any chunk. Chunks with scattered or unaligned destinations are first decoded to scratch memory.
+	// scratchBytes is enough for any chunk. Chunks with scattered or unaligned destinations are first decoded to
+	// scratch memory.
 	scratchBytes = 16 << 20
 )
 
@@ -87,7 +88,7 @@ func (q *Queue) divideIntoSlots(slots int, room int64) {
 	}
 }
 
-// ReadInPlace makes kernels read slots in place until Close, like on a coherent device. It is for tests, because it is
+// ReadInPlace makes kernels read slots in place until Close, as on a coherent device. It is for tests, because it is
 // slow on other devices. No slot may be in use.
 func (q *Queue) ReadInPlace() {
 	q.inPlace = true
@@ -161,7 +162,7 @@ func (q *Queue) Put(s device.Slot) {
 func (q *Queue) Submit(slot device.Slot, n int64, tasks []device.DecodeTask, done func(task int, err error)) error {
 	s, isBegun := slot.(*Slot), false
 	defer func() {
-		if !isBegun && s.owned { // after a panic, because Close waits for every slot
+		if !isBegun && s.owned { // a panic came first: return the slot, because Close waits for every slot
 			q.Put(s)
 		}
 	}()
@@ -192,8 +193,8 @@ func (q *Queue) submitJoined(s *Slot) error {
 	return nil
 }
 
-// queueRound queues as many of a piece's tasks as fit the tables. It waits for every round except the last, because the
-// next round overwrites the tables. Few pieces need several rounds. The caller holds q.order.
+// queueRound queues as many of a piece's tasks as fit in the tables. It waits for every round except the last, because
+// the next round overwrites the tables. Few pieces need several rounds. The caller holds q.order.
 func (q *Queue) queueRound(s *Slot, b *pieceBuilder) error {
 	if b.pieceNeedsScratch {
 		if err := q.allocateOnce(&q.c.scratch, scratchBytes, "scratch"); err != nil {
@@ -296,7 +297,7 @@ func (q *Queue) tryFree() (gone bool, err error) {
 // the pieces that were not submitted.
 func (q *Queue) SubmitAll(pieces []FilledSlot) {
 	count := 0
-	defer func() { // after a panic, because Close waits for every slot
+	defer func() { // return the slots even after a panic, because Close waits for every slot
 		for i := range pieces {
 			if s := pieces[i].Slot; i < count || s.owned {
 				s.owned = false
@@ -409,7 +410,7 @@ func (q *Queue) CastAndWait(ctx context.Context, dst, src device.Memory, from, t
 		return errs.New(errs.ErrArgument, "invalid cast of %d bytes of %v to %d bytes of %v",
 			src.Bytes, from, dst.Bytes, to)
 	}
-	const step = 64 << 20 // the parts of this many elements fit the tables
+	const step = 64 << 20 // the parts of this many elements fit in the tables
 	for at := int64(0); at < n; at += step {
 		s, err := q.Get(ctx)
 		if err != nil {

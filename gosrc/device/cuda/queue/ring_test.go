@@ -2,7 +2,7 @@ package queue
 
 import "testing"
 
-// The other rings have more and smaller slots than the default ring, in at most the memory of the first queue.
+// The other rings have more and smaller slots than the default ring. They take at most the memory of the first queue.
 func TestFinerRings(t *testing.T) {
 	slots, size := DefaultRing()
 	fine, fineSize := RemoteRing()

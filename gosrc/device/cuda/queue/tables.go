@@ -66,7 +66,7 @@ func (t *tables) reset() {
 
 // haveSpace reports whether n more bytes of tables fit.
 func (t *tables) haveSpace(n int) bool {
-	// This counts the launches of this batch and the next, the launch for checksums, and the rounding of the tables.
+	// The sums count the launches of this batch and the next, the launch for checksums, and the rounding of the tables.
 	return t.used+n+64 <= tableBytes && len(t.launches)+2*(len(t.pendingSegs)+2)+1 <= C.OWCU_LAUNCHES
 }
 

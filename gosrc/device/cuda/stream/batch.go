@@ -103,7 +103,6 @@ func (d *Batches) Trim() (err error) {
 	return err
 }
 
-// drainAndFree waits for the batches of an arena and frees the arena.
 func (d *Batches) drainAndFree(a *arena) error {
 	for _, p := range a.pads {
 		if err := p.finish(); err != nil {
@@ -211,7 +210,7 @@ func (d *Batches) Decode(on Order, format uint32, streams []Bitstream) (*Batch, 
 	}
 	decoder, items := decoders[format]
 	if !items && format != FormatX16 {
-		return nil, errs.New(errs.ErrNotSupported, "format %d is not supported on a GPU", format)
+		return nil, errs.New(errs.ErrNotSupported, "algorithm %d is not supported on a GPU", format)
 	}
 	work := batchWork{format: format, streams: streams, rows: rows, few: !items && len(streams) <= C.OW_STREAM_FEW}
 	return d.startBatch(on, work, func(split int) []kernelStep {
@@ -272,7 +271,7 @@ func (d *Batches) Encode(on Order, streams []Bitstream, scratch uint64) (*Batch,
 				"%d bytes at %#x in chunks of %d, transform %d, to %#x", i, s.Size, s.Src, s.Chunk, s.Arg, s.Dst)
 		}
 		if s.Kind != 0 && s.Size > s.Chunk {
-			return nil, errs.New(errs.ErrArgument, "content %d: %d bytes do not fit one block", i, s.Size)
+			return nil, errs.New(errs.ErrArgument, "content %d: %d bytes do not fit in one block", i, s.Size)
 		}
 		if rows += s.blockCount(); rows > MaxBatch {
 			return nil, errs.New(errs.ErrArgument, "a batch cannot have more than %d chunks", MaxBatch)
@@ -291,7 +290,7 @@ func (d *Batches) Encode(on Order, streams []Bitstream, scratch uint64) (*Batch,
 }
 
 // batchWork describes a batch. rows is 0 if streams are only inspected. few means that the table is passed with the
-// launch, and answers that kernels write an answer for each stream.
+// launch. answers means that kernels write an answer for each stream.
 type batchWork struct {
 	format  uint32
 	streams []Bitstream

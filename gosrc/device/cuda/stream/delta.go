@@ -44,7 +44,8 @@ func checkDelta(chunks []DeltaChunk) error {
 		if w := uint64(min(c.Width, 4)); c.Width < 1 || c.Width > 8 || bits.OnesCount(uint(c.Width)) != 1 ||
 			c.Bytes <= 0 || c.Bytes > maxBlock ||
 			c.Bytes%c.Width != 0 || (c.Now|c.Base)%w != 0 || len(c.Stored)%4 != 0 {
-			return errs.New(errs.ErrArgument, "invalid delta of %d bytes for %d bytes at %#x and %#x, elements of %d",
+			return errs.New(errs.ErrArgument,
+				"invalid delta of %d bytes for %d bytes at %#x and %#x, with elements of %d bytes",
 				len(c.Stored), c.Bytes, c.Now, c.Base, c.Width)
 		}
 	}

@@ -89,7 +89,7 @@ func (p *Packer) Encode(slot int, all []PackedRange) error {
 		}
 		room := (r.N + 15) &^ 15
 		if len(rows) == packRows || offset+room > p.slot {
-			return errs.New(errs.ErrArgument, "%d ranges do not fit a slot of %d bytes", len(all), p.slot)
+			return errs.New(errs.ErrArgument, "%d ranges do not fit in a slot of %d bytes", len(all), p.slot)
 		}
 		at := uint64(p.arena.c.device) + uint64(int64(slot)*p.slot+offset)
 		items = append(items, C.ow_batch_item{src: C.uint64_t(r.Src), src_len: C.uint64_t(r.N), dst: C.uint64_t(at),
@@ -139,7 +139,8 @@ func (p *Packer) QueueSums(slot int, all []PackedRange) error {
 		n := int(r.N/blocksum.Block*blocksum.Sum) + r.Tail
 		if len(items) == packRows || at+n > end || r.Src%8 != 0 {
 			return errs.New(errs.ErrArgument,
-				"the sums of %d ranges do not fit a slot of %d bytes, or a range is not aligned to 8", len(all), p.slot)
+				"the sums of %d ranges do not fit in a slot of %d bytes, or a range is not aligned to 8", len(all),
+				p.slot)
 		}
 		items = append(items, C.ow_batch_item{src: C.uint64_t(r.Src), src_len: C.uint64_t(r.N),
 			dst:     C.uint64_t(p.arena.c.mapped) + C.uint64_t(at),

@@ -15,7 +15,7 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
-// An Order says where work is queued: on a stream, after the work that is now queued on other streams. Streams have
+// An Order defines where work is queued: on a stream, after the work that is now queued on other streams. Streams have
 // DLPack's numbers: 1 is the legacy default stream, 2 the per-thread default stream, any other number is a handle, and
 // 0 means 1.
 type Order struct {
@@ -38,7 +38,7 @@ func New(ctx *driver.Context, mem *memory.Memory) *Streams {
 	return &Streams{ctx: ctx, mem: mem, c: C.owcu_handle(ctx.Handle())}
 }
 
-// call returns the error of a C function.
+// call runs a C function and returns its error.
 func (d *Streams) call(run func(e *C.struct_owcu_error) C.int) error {
 	var e C.struct_owcu_error
 	if run(&e) != 0 {
