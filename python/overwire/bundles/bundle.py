@@ -2,8 +2,8 @@
 
 A bundle consists of the pickle `D/x.pkl` and the container `D/tensors/x.safetensors`. nyacomp's functions write
 `D/nya/x.safetensors` and `D/nya/meta.csv` instead (see `manifest`). The container is written before the pickle, and
-contains the pickle's digest. The previous container remains until the new pickle has replaced the old one. A reader
-thus gets the old object or the new one, even while a bundle is replaced or after a save was killed. Writers of one
+contains the pickle's digest. The previous container remains until the new pickle has replaced the old one. So a reader
+gets the old object or the new one, even while a bundle is replaced or after a save was killed. Writers of one
 bundle wait for each other (see `turns`). The object of the last writer remains.
 """
 
@@ -133,8 +133,8 @@ def _ratio_of(saved: Report | Saving) -> float | Saving:
     return saved if isinstance(saved, Saving) else saved.ratio
 
 
-#: A function that lists a container for nyacomp. Its arguments are the pickle, the container, the report of the save,
-#: and the storage options.
+#: A function that lists a container for nyacomp. Its arguments are the paths of the pickle and the container, the
+#: report of the save, and the storage options.
 Lister = Callable[[str, str, Report, StorageOptions | None], None]
 
 

@@ -162,7 +162,7 @@ def plain_models(sources: list[str], target: str) -> Iterator[tuple[list[str], l
             yield plain, remainder
     finally:
         try:
-            with contextlib.suppress(OSError):  # a later conversion removes leftovers
+            with contextlib.suppress(OSError):  # a later conversion removes what remains
                 shutil.rmtree(top, ignore_errors=True)
         finally:
             os.close(lock)
@@ -190,7 +190,7 @@ def _locked_folder(parent: str) -> tuple[str, int]:
     """Creates a temporary folder. Returns its path and the descriptor that locks it."""
     while True:
         top = tempfile.mkdtemp(prefix=_MARK, dir=parent)
-        # Another conversion may remove the folder before it is locked.
+        # Another conversion may remove the folder before this one locks it.
         with contextlib.suppress(FileNotFoundError), after_error(os.rmdir, top):
             lock = os.open(top, os.O_RDONLY | os.O_CLOEXEC)
             with after_error(os.close, lock):

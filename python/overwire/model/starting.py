@@ -10,8 +10,8 @@ from .sources import check_source
 
 
 def start_engine(source: Any, framework: Any = None) -> None:
-    """Starts the Go runtime, so that it starts while the caller imports modules. Raises errors of invalid sources and
-    frameworks first, so that a program that catches them can still fork."""
+    """Starts the Go runtime, which then initialises while the caller imports modules. Before that, raises the errors
+    for invalid sources and frameworks, so that a program that catches them can still fork."""
     check_source(source)
     check_framework(framework)
     open_library()

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from .saving import Report, Saving
 
-# The most names in each list of an error.
+# The most names that each list in an error message has.
 _MOST_NAMES = 8
 
 
@@ -91,7 +91,8 @@ def load_model(
         names[0][:], names[1][:], positions = _match_names(module, targets, setters, model, strict, shape_of)
         return _destinations_of(module, targets, setters, model, positions, shape_of)
 
-    # The model's table has an object for each tensor, and is freed before the cycle collector runs again.
+    # `many_objects` comes first, so that the model's table, which has an object for each tensor, is freed before the
+    # cycle collector runs again.
     with (
         many_objects(),
         open_loader("load_model", ModuleOptions, options, source, device, "pt", filename, check_module) as loader,
@@ -104,7 +105,7 @@ spell_out(load_model, ModuleOptions)
 
 
 def _refuse_other(module: Any, advice: str) -> NoReturn:
-    """Raises the error that a module was expected, with advice."""
+    """Raises the error for an argument that is not a module, with advice."""
     raise ArgumentError(f"overwire: module: expected a torch.nn.Module, got {type(module).__name__}{advice}")
 
 
@@ -170,8 +171,8 @@ def _match_names(
     strict: bool,
     shape_of: Callable[[int], tuple[int, ...]],
 ) -> tuple[list[str], list[str], dict[str, int]]:
-    """Returns missing and unexpected names, and the position of each tensor to load. shape_of: returns torch's shape
-    of what is loaded of a tensor."""
+    """Returns missing and unexpected names, and the position of each tensor to load. shape_of: returns the shape in
+    torch of the part of a tensor that is loaded."""
     import torch
 
     from ..frameworks.memory import check_shape, identity_of, is_ready

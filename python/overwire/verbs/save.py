@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from .._requests import SaveRequest
 
-#: Name endings of other formats, which programs would mistake a safetensors file for.
+#: Name endings of other formats. Programs would not recognise a safetensors file with such a name.
 _OTHERS = (".bin", ".ckpt", ".gguf", ".h5", ".npz", ".onnx", ".pkl", ".pt", ".pth")
 
 
@@ -196,7 +196,7 @@ def _start_job(
     background: bool = False,
     max_memory: int = 0,
 ) -> Job:
-    # like: a local file, whose mode, owner and ACL a new file gets. beside: an index of shards with the same name may
+    # like: a local file. A new file gets its mode, owner and ACL. beside: an index of shards with the same name may
     # stay.
     check_values(level=level)
     watcher = watch(progress, "save")
