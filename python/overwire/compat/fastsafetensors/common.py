@@ -119,8 +119,8 @@ class SafeTensorsMetadata:
                 f"size_bytes={size_bytes}"
             )
         self.data_length = start
-        # The alignment in the file only matters for plug-ins that read a file unchanged. Our
-        # tensors each have their own memory.
+        # The alignment in the file only matters for plug-ins that read a file unchanged. Each of our tensors has its
+        # own memory.
         self.aligned = header_length % framework.get_device_ptr_align() == 0
 
     def _compressed(self) -> dict[str, Any]:

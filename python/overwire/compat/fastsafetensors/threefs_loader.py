@@ -1,5 +1,5 @@
-"""Loads from 3FS through the reader of the package fastsafetensor_3fs_reader, or of another
-package that provides the same two names."""
+"""Loads from 3FS through the reader of the package fastsafetensor_3fs_reader, or of a different package that provides
+the same two names."""
 
 from __future__ import annotations
 
