@@ -76,7 +76,7 @@ def await_saves(request: Mapping[str, Any]) -> None:
 
 
 def await_path(path: str) -> None:
-    """Does the work of `await_saves` for one path."""
+    """Like `await_saves`, for one path."""
     while _savers:
         with lock:
             earlier = _saver_of(_keys_of(path))

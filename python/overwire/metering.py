@@ -137,7 +137,7 @@ class Metrics(dict[str, VerbMetrics]):
             ("cache_bytes", "Bytes of remote objects, by origin.", _rows_by_origin(one.hit_bytes, one.fetch_bytes)),
             ("cache_away", "Cached objects used while their store could not be reached.", [({}, one.away)]),
             ("cache_evictions", "Objects removed from the cache because of its size limit.", [({}, one.evictions)]),
-            ("host_files", "Files and the host store.", [({"result": result}, n) for result, n in files.items()]),
+            ("host_files", "Host store requests, by result.", [({"result": result}, n) for result, n in files.items()]),
             ("host_hit_bytes", "Bytes of files that came from the host store.", [({}, host.hit_bytes)]),
             ("host_put_bytes", "Bytes of files that were put into the host store.", [({}, host.put_bytes)]),
             ("host_lost", "Models that were read from files because the host store failed.", [({}, host.lost)]),
