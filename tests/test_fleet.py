@@ -1,4 +1,5 @@
-"""Tests the parts of loads through Ray that need no Ray: the engine's feed, the directory's rules, and the settings."""
+"""Tests the parts of loads through Ray that do not need Ray: the engine's feed, the directory's rules, and the
+settings."""
 
 from __future__ import annotations
 
@@ -89,7 +90,7 @@ def _load(uri: str, options: dict[str, object]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("compress", [True, False])
 def test_feed(s3: tuple[dict[str, object], Path], compress: bool) -> None:
-    """A load reads pieces that Python supplies, also if some are damaged, and frees them all."""
+    """A load reads pieces that Python supplies, even if some are damaged, and frees them all."""
     options, folder = s3
     name = f"{compress}.safetensors"
     tensors = _model(options, name, compress)
@@ -113,7 +114,7 @@ def test_feed(s3: tuple[dict[str, object], Path], compress: bool) -> None:
 
 
 def test_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without Ray, only ray=True is an error, which says what to install."""
+    """Without Ray, only ray=True raises an error, which says what to install."""
     import sys
 
     monkeypatch.setitem(sys.modules, "ray", None)

@@ -6,7 +6,7 @@
 
 --build: a name, and the folder of the package with its engine. Each load runs in a new fork of a process that has
 imported torch, and rows run in random order. A fork imports its loader and creates the CUDA context, then loads the
-file twice. Modules that the first call imports are part of its time. In the round before the first, the tensors of
+file twice. Modules that the first call imports are part of its time. In a round before the first one, the tensors of
 both loads are compared with the plain file, and nothing is timed.
 
 --states: what a first load of --state-size waits for. Each fork first does a part of the work: nothing, importing

@@ -125,7 +125,8 @@ def test_full_disk(plain: Path):
 
 @pytest.mark.parametrize("number", [1, 2])
 def test_closed_streams(plain: Path, tmp_path: Path, number: int):
-    """A closed standard output is a clear error, and no output file gets its descriptor number."""
+    """If standard output is closed, the command reports a clear error, and no output file gets its descriptor
+    number."""
     small = tmp_path / "small.safetensors"
     done = run("compress", str(plain), "-o", str(small), preexec_fn=functools.partial(os.close, number))
     assert done.returncode == {1: 4, 2: 0}[number] and "Traceback" not in done.stderr

@@ -239,7 +239,7 @@ def check_failed_starts(path: Path, folder: Path, where: tuple[int, int, int], l
 
 
 def check_hostile_records(path: Path, folder: Path, where: tuple[int, int, int], log: Log) -> None:
-    """A record is refused if it would replace a method with a value or has a further module."""
+    """A record is refused if it would replace a method with a value, or if it has a module that the model lacks."""
     from overwire.integrations.vllm import prepared
 
     find, note = prepared.keep_files.find_file, prepared.keep_files.note_refusal

@@ -136,8 +136,8 @@ def test_a_model_comes_back_whole(tmp_path: Path) -> None:
 
 
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
-    """A model is refused if some of its tensors share only part of their memory, have no memory, or have other classes,
-    shapes or attributes that only processing sets."""
+    """A model is refused if some of its tensors share only part of their memory, have no memory, or have a class, a
+    shape or attributes that only processing sets."""
     model = Model()
     memory = torch.arange(12.0)
     model.one.table, model.two.table = memory[:8], memory[4:]
@@ -210,8 +210,8 @@ def test_a_record_of_another_form_is_damage(tmp_path: Path, text: str) -> None:
 
 
 def test_files_come_complete_and_go_by_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file has its owner's mode. If weights have changed, no file appears. The limit removes the least recently used
-    files. Damage, other owners and refusals are reported."""
+    """Only its owner can read a file. If weights have changed, no file appears. The limit removes the least recently
+    used files. Damage, other owners and refusals are reported."""
     folder = keep_files.ensure_folder(str(tmp_path / "new"))
     tensors = {"a": torch.arange(1000)}
     digests = ow.digest(tensors)
@@ -395,7 +395,7 @@ def test_a_tensor_that_the_record_lacks_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_file_that_does_not_load_leaves_nothing(tmp_path: Path) -> None:
-    """A missing or damaged file, or one with other shapes or dtypes, is an error. No file stays open."""
+    """A missing or damaged file, or one with different shapes or dtypes, raises an error. No file stays open."""
     path, record = kept(processed(), tmp_path)
     content = bytearray(Path(path).read_bytes())
     content[8 + int.from_bytes(content[:8], "little") + 300] ^= 1

@@ -201,7 +201,7 @@ def run(engines: Path, code: str, *arguments: object, fresh: bool = False) -> st
 @pytest.mark.imports_torch
 def test_registration_runs_nothing(engines: Path) -> None:
     """Registration imports neither torch, nor vLLM's loaders, nor the engine, even if repeated. The format is
-    registered once vLLM has imported its loaders, before or after."""
+    registered with vLLM's loaders, whether vLLM imports them earlier or later."""
     code = """
 from overwire.integrations.vllm import register
 register(); register()
@@ -236,7 +236,8 @@ for kind in ("plain", "compressed"):
 
 
 def test_slices_land_in_their_places(engines: Path, model: Path) -> None:
-    """Slices are loaded to where the loader would copy them. A loader that cannot be planned gets tensors."""
+    """Slices are loaded to the destinations to which the loader would copy them. A loader that does more than copy gets
+    tensors."""
     code = """
 import vllm.model_executor.model_loader
 import overwire.integrations.load_plan.copies as copies
@@ -343,7 +344,7 @@ assert torch.equal(made.third, q.view(4, 16, 64)[..., 3:11]) and torch.equal(mad
 
 def test_loads_while_the_loader_runs(engines: Path, model: Path, tmp_path: Path) -> None:
     """Copies are loaded while the loader still runs, as long as it only copies. Whatever it does later, the model is
-    the same as from its own loader. Missing tensors are an error."""
+    the same as from its own loader. Missing tensors raise an error."""
     code = """
 import shutil, vllm.model_executor.model_loader
 import overwire.integrations.load_plan.copies as copies, overwire.integrations.load_plan.record_copies as record_copies

@@ -102,8 +102,8 @@ def free_ports(count: int) -> list[int]:
 
 
 def add_node(cluster: Any, number: int) -> Any:
-    """Adds a node with a resource of its own. Ray waits 30 s for a node, and for ports that it chooses itself 15 s,
-    which a busy machine may exceed."""
+    """Adds a node with its own resource. Its ports are given, because Ray waits 30 s for a node but only 15 s for ports
+    that it chooses itself, and a busy machine may need longer."""
     for left in (3, 2, 1, 0):
         try:
             ports = dict(zip(PORTS, free_ports(len(PORTS)), strict=True))
@@ -133,7 +133,8 @@ def setup() -> Iterator[Setup]:
 
 @pytest.mark.parametrize("compress", [True, False])
 def test_once(setup: Setup, compress: bool) -> None:
-    """Nodes that load at once, a second replica and a late node read each byte from the store once in total."""
+    """Nodes that load at the same time, a second replica and a late node read each byte from the store once in
+    total."""
     uri, want, size = setup.model(compress)
     first, second, late = (setup.replica(node) for node in (0, 1, 2))
     other = setup.replica(0)
@@ -243,7 +244,7 @@ def test_full_store(setup: Setup) -> None:
 
 
 def test_random_faults(setup: Setup) -> None:
-    """Loads return right bytes while processes that own pieces, and the directory, are killed at random."""
+    """Loads return the right bytes while processes that own pieces, and the directory, are killed at random."""
     seed = int(os.environ.get("OVERWIRE_TEST_SEED") or random.randrange(1 << 32))
     print("seed", seed)
     rng = random.Random(seed)
@@ -263,7 +264,7 @@ def test_random_faults(setup: Setup) -> None:
 
 
 def test_prefetch(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nodes that prefetched a model load it without the store, also when the process that called is gone. Options with
+    """Nodes that prefetched a model load it without the store, even after the calling process has ended. Options with
     secrets and unknown nodes are refused."""
     from overwire.integrations.ray import prefetch, release
 

@@ -191,7 +191,7 @@ def rewritten(path: Path, change: Any) -> None:
 
 
 def test_damage_and_lies_are_typed_errors(tmp_path: Path) -> None:
-    """Truncated files, files of another kind, and tensors outside the stored data are errors that name the file."""
+    """Truncated files, files of another kind, and tensors outside the stored data raise errors that name the file."""
     path = tmp_path / "x.pt"
     cases: list[tuple[type[Exception], str]] = []
 
@@ -486,8 +486,8 @@ def test_a_container_that_holds_itself(tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_cut_off_while_it_is_read(torch_script: Any, tmp_path: Path) -> None:
-    """A file that is truncated after its directory was read is a CorruptError instead of a crash, whether it happens
-    before the pickle, a strided tensor or a plain one is read."""
+    """If a file is truncated after its directory was read, the next read (of the pickle, a strided tensor or a plain
+    one) raises CorruptError instead of crashing."""
     torch_script("""
 import os, torch, overwire as ow
 from overwire.bundles import torchfiles, torchfolders
@@ -522,7 +522,7 @@ def test_strided_tensors_in_small_reads(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_a_file_that_is_not_opened_is_not_left_out(tmp_path: Path) -> None:
-    """A file that cannot be opened for lack of descriptors is an error, because it may belong to the model."""
+    """A file that cannot be opened for lack of descriptors raises an error, because it may belong to the model."""
     torch.save({"a": torch.arange(9)}, tmp_path / "pytorch_model.bin")
     assert torchfolders.is_torch_model(str(tmp_path / "pytorch_model.bin"))
     free = os.open(os.devnull, os.O_RDONLY)

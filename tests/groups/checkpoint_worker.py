@@ -263,7 +263,7 @@ class _Interrupted(DefaultSavePlanner):
 
 
 def interrupted(folder: Path) -> None:
-    """Ctrl-C during dcp.save, on one rank or all, ends every rank. The old checkpoint and no other file stays."""
+    """Ctrl-C during dcp.save, on one rank or all, ends every rank. The old checkpoint stays, and no other file."""
     at = folder / "interrupted"
     dcp.save(sharded(True), storage_writer=CheckpointWriter(at))
     before = {path.name: path.read_bytes() for path in at.iterdir() if path.is_file()}

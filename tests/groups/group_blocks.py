@@ -132,7 +132,7 @@ def join_strangers(offers: list[Any], job: int) -> None:
 
 
 def expected_of(path: Path) -> Path:
-    """Returns the plain file with the expected tensors of one that may be damaged or compressed."""
+    """Returns the plain file that has the expected tensors of a file, which itself may be damaged or compressed."""
     other = path.parent / f"{path.stem.partition('-')[0]}-plain.safetensors"
     return other if other.exists() else path.parent / "plain.safetensors"
 

@@ -177,7 +177,7 @@ def test_the_command_line(tmp_path: Path) -> None:
 
 
 def test_names_that_nothing_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Names that os.fsencode refuses, NUL bytes and malformed URIs are an ArgumentError in every function, and nothing
+    """Names that os.fsencode refuses, NUL bytes and malformed URIs raise ArgumentError in every function, and nothing
     is written."""
     monkeypatch.chdir(tmp_path)
     tensors = {"x": np.ones(3)}

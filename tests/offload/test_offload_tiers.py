@@ -60,7 +60,8 @@ def test_outputs_in_every_order(device: Device, tier: dict[str, Any], slots: int
 
 
 def test_streams_threads_and_errors(device: Device, tier: dict[str, Any], seed: int) -> None:  # noqa: F811
-    """Dtypes, threads, and errors of a block, of Ctrl-C and of the driver, as for weights on the host."""
+    """Dtypes, threads, and errors from a block, from Ctrl-C and from the driver give the same results as for weights on
+    the host."""
     tests: list[tuple[Callable[..., None], tuple[Any, ...]]] = [
         *((streams.test_every_dtype, (dtype, seed)) for dtype in (torch.float16, torch.float32, *BYTES)),
         *((streams.test_errors_in_the_middle_of_a_pass, (error,)) for error in (ValueError, KeyboardInterrupt)),
@@ -68,7 +69,7 @@ def test_streams_threads_and_errors(device: Device, tier: dict[str, Any], seed: 
         (streams.test_a_part_of_the_weights_may_leave, ()),
     ]
     for test, arguments in tests:
-        device.read.clear()  # memory of the test before may get the same addresses
+        device.read.clear()  # memory of the previous test may get the same addresses
         device.staged.clear()
         test(device, *arguments)
 
@@ -97,7 +98,7 @@ def test_weights_come_from_a_file(tier: dict[str, Any], tmp_path: Path, compress
 
 
 def test_each_tier_is_reported() -> None:
-    """Bytes are counted by tier, also with keep, and are 0 after close."""
+    """Bytes are counted by tier, even with keep, and are 0 after close."""
     model = Model()
     with ow.offload(model, "cpu") as host:
         stored, nbytes = host.stored, host.nbytes

@@ -81,7 +81,7 @@ def sharing(folder: Path, group: dist.ProcessGroup, files: dict[int, list[str]])
 
 
 def failing(folder: Path) -> None:
-    """A damaged file on rank 1 raises on both ranks, and the group can still be used."""
+    """A damaged file on rank 1 raises an error on both ranks, and the group can still be used."""
     bad = [str(folder / "a.safetensors"), str(folder / "damaged.safetensors")]
     loader = fst.SafeTensorsFileLoader(dist.group.WORLD, "cpu", nogds=True)
     loader.add_filenames({0: bad[:1], 1: bad[1:]})

@@ -194,7 +194,8 @@ def test_the_extension_s_names(tmp_path: Path) -> None:
 
 
 def test_a_prefix_of_a_read_can_be_waited_for(tmp_path: Path) -> None:
-    """wait_read_prefix waits for the first bytes of a read, as in 0.5, and raises for bytes that never arrive."""
+    """wait_read_prefix waits for the first bytes of a read, as in 0.5, and raises an error for bytes that never
+    arrive."""
     data = random.Random(3).randbytes(40 << 20)
     (tmp_path / "data").write_bytes(data)
     address = cpp.cpu_malloc(len(data) + 10)

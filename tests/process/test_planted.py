@@ -186,7 +186,7 @@ def test_modules_beside_a_model_are_not_imported(tmp_path: Path) -> None:
 def test_a_folder_that_may_be_written_and_not_listed(
     torch_script: Callable[..., subprocess.CompletedProcess[str]],
 ) -> None:
-    """In another user's folder that can be written but not listed, every save works that needs no listing. Other saves
+    """In another user's folder that can be written but not listed, every save that needs no listing works. Other saves
     are refused and leave nothing."""
     torch_script(
         """
