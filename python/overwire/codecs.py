@@ -81,7 +81,7 @@ class Coded(NamedTuple):
     `memory` is a DLPack capsule of uint8 that owns `nbytes` bytes at `address`. It is None
     if the caller gave an output, if there are no bytes, or if the buffer failed before
     memory was allocated. `error` is the error that `encode` or `decode` would raise; if it is
-    set, the bytes are invalid. `summed` tells whether checksums were compared.
+    set, the bytes are invalid. `summed`: whether checksums were compared.
     """
 
     memory: Any

@@ -118,7 +118,7 @@ def raise_unless_absent(error: OSError, path: str) -> None:
 
 
 def local_file(path: Any) -> str:
-    """Does the work of `local` for a file that will be written. Raises ArgumentError for a path that ends with /."""
+    """Like `local`, for a file that will be written. Raises ArgumentError for a path that ends with /."""
     target = local(path)
     if os.fsdecode(path).endswith("/"):
         raise ArgumentError(f"overwire: {_shown_path(os.fsdecode(path))} is a folder's name: name a file in it")

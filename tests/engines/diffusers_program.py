@@ -231,7 +231,8 @@ def alone(folder: Path) -> None:
                 model = unet(folder / kind / "unet", **how).eval()
             given = torch.ones(1, 4, 8, 8, dtype=model.dtype), 3, torch.ones(1, 5, 16, dtype=model.dtype)
             states.append({name: tensor for name, tensor in model.state_dict().items() if tensor.device.type != "meta"})
-            # Parameters may be at another alignment than in the unpatched load, so results may be rounded differently.
+            # Parameters may have a different alignment than in the unpatched load, so results may be rounded
+            # differently.
             with torch.no_grad():
                 outputs.append(model(*given).sample)
         for output, state in zip(outputs, states, strict=True):

@@ -166,7 +166,7 @@ def test_lost_owner(setup: Setup) -> None:
 
 
 def test_lost_directory(setup: Setup) -> None:
-    """Loads go on without the directory, and share pieces again once there is a new one."""
+    """Loads continue without the directory, and share pieces again once there is a new one."""
     uri, want, _ = setup.model(False)
     first, second = setup.replica(0), setup.replica(1)
     assert ray.get(first.load.remote(uri, setup.options))[0] == want
@@ -208,7 +208,7 @@ class WrongSums(Directory):
 
 @pytest.mark.parametrize("compress", [True, False])
 def test_wrong_bytes(setup: Setup, compress: bool) -> None:
-    """A piece whose bytes do not match their checksum is dropped for all nodes and read from the store."""
+    """A piece with bytes that do not match their checksum is dropped for all nodes and read from the store."""
     uri, want, _ = setup.model(compress)
     with contextlib.suppress(ValueError):
         ray.kill(ray.get_actor(DIRECTORY, namespace=NAMESPACE))
@@ -234,7 +234,7 @@ def wait_until_gone() -> None:
 
 
 def test_full_store(setup: Setup) -> None:
-    """Loads succeed on nodes whose object stores have no free memory."""
+    """Loads succeed even if Ray's object store has no free memory on a node."""
     uri, want, _ = setup.model(True)
     fill, first, second = setup.replica(1), setup.replica(0), setup.replica(1)
     ray.get(fill.fill.remote(290 * MIB))

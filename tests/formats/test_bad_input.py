@@ -351,7 +351,7 @@ def test_arguments_of_another_type_are_named_as_python_names_them(tmp_path: Path
     weights = {"a": torch.arange(4.0)}
     with pytest.raises(ow.ArgumentError, match=r"level 9: expected 'default' or 'smaller'"):
         ow.save_file(weights, tmp_path / "m.safetensors", level=9)  # type: ignore[arg-type]
-    with pytest.raises(ow.ArgumentError, match=r"x\.gguf: the name is that of another format"):
+    with pytest.raises(ow.ArgumentError, match=r"x\.gguf: the name has the ending of another format"):
         ow.save_file(weights, tmp_path / "x.gguf")
     assert not list(tmp_path.iterdir())
 

@@ -472,7 +472,8 @@ def test_archives_that_lie_about_their_directory(tmp_path: Path) -> None:
 
 
 def test_a_container_that_holds_itself(tmp_path: Path) -> None:
-    """A dict or list that holds itself has no finite list of names. One that occurs twice does."""
+    """A dict or list that contains itself is refused, because its names would have no end. One that occurs twice is
+    read."""
     twice = {"w": torch.ones(3)}
     loop: dict[str, Any] = {"w": torch.ones(3)}
     loop["part"] = [loop]

@@ -44,7 +44,7 @@ LAYERS: list[tuple[str, str]] = [
     ("checkpoints", "checkpoints checkpoints.*"),
     ("compat_api", "_compat_api"),
     ("outside", "compat compat.* integrations integrations.*"),
-    ("programs", "__main__ _against _bench _bench_* _torch"),  # commands of this package, which run in own processes
+    ("programs", "__main__ _against _bench _bench_* _torch"),  # commands, which run in their own processes
 ]
 
 # Modules that outside code may import, besides the names in overwire.__all__.

@@ -157,7 +157,7 @@ def device_with(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
 def test_a_device_that_is_full(
     device: Device, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, count: int  # noqa: F811
 ) -> None:
-    """"device" names the tier and the block and leaves the model as it was. "auto" logs one line and goes on."""
+    """"device" names the tier and the block and leaves the model as it was. "auto" logs one line and continues."""
     model = Model()
     expected = outputs(model)
     device_with(monkeypatch, count)
@@ -272,7 +272,7 @@ def test_wrong_arguments_are_refused(wrong: Callable[[], dict[str, Any]]) -> Non
 
 
 def test_close_frees_each_block_that_it_restores(tier: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """close needs no memory for the stored bytes of a block whose weights are back."""
+    """After close has restored the weights of a block, it needs no memory for the block's stored bytes."""
     offloaded = ow.offload(Model(), "cpu")
     stored_bytes = [weakref.ref(one.stored.memory.tensor) for one in offloaded._away]
     decode, left = offloading._decode_block, []

@@ -83,7 +83,7 @@ def test_enums(kind: str, members: dict[str, int]) -> None:
 
 
 def test_unmodified_programs_import_it(tmp_path: Any) -> None:
-    """Programs can import the module through the compat path and after install, also next to other nvidia wheels."""
+    """Programs can import the module through the compat path and after install, even next to other nvidia wheels."""
     (tmp_path / "nvidia" / "other").mkdir(parents=True)
     (tmp_path / "nvidia" / "other" / "__init__.py").write_text("here = True\n")
     folder, home = overwire.compat.path("nvcomp"), Path(overwire.__file__).parents[1]

@@ -104,9 +104,9 @@ class Model:
         host: bool | None = None,
     ):
         """Opens a model. keys, filter: select the tensors to load (`chosen`). With an index.json, only shards with
-        selected tensors are opened. probe: the file may not exist, so metrics do not count an error. opened: the
-        engine's number for a .tensors file that is open already. parts: accept files that contain only parts of
-        tensors, according to their metadata. host: see `LoadOptions`."""
+        selected tensors are opened. probe: whether the file may be missing, so that metrics count no error. opened: the
+        engine's number for a .tensors file that is open already. parts: whether to accept files with only parts of
+        tensors, as their metadata shows. host: see `LoadOptions`."""
         self.device = device
         self.read = read
         check_values(keys=keys, filter=filter)

@@ -86,7 +86,7 @@ class ReadAhead:
     requested tensor may be larger. A request out of order ends the reading ahead, which then begins again only after a
     longer run of requests in order.
 
-    Blocks are read ahead if tensors whose names differ only in numbers were cut the same way.
+    Blocks are read ahead if tensors with names that differ only in numbers were cut in the same way.
 
     The order of the bytes does not suffice: `keys` is sorted by name, and libraries loop over it or over the names of
     an index. If the bytes had a different order, whole windows would be read for each tensor.

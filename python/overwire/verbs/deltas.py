@@ -372,7 +372,7 @@ def apply_delta(
 def apply_part(
     tensors: Any, chain: Sequence[Delta], part: str, missing: bool = True, end: float | None = None
 ) -> DeltaReport:
-    """Does the work of `apply_delta`, or a part of it, for processes that change tensors together.
+    """Like `apply_delta`, or only a part of it, for processes that change tensors together.
 
     part: "check" compares the digests and changes nothing; "change" does the rest after
         that; "undo" reverts "change"; "" does everything. end: from `time_limit`.

@@ -60,7 +60,8 @@ def load_model(
 
     Returns (missing, unexpected) names, like safetensors.torch.load_model. Names tied to a loaded one are in neither.
 
-    Raises, before it changes or allocates anything: ModelMismatchError for other names or shapes; NotSupportedError for
+    Raises, before it changes or allocates anything: ModelMismatchError for different names or shapes; NotSupportedError
+    for
     tensors without memory of their own (sparse, nested, FakeTensors, wrappers of other tensors), and if the state dict
     has copies instead of the module's own tensors; ArgumentError for memory that was freed (`sleep`); and
     OutOfMemoryError for max_memory. Also raises the errors of `load_file`. If the load itself fails, the module has a

@@ -103,7 +103,7 @@ def save_file(
     target = local_file(path)
     if os.path.splitext(target)[1].lower() in _OTHERS:
         raise ArgumentError(
-            f"overwire: save {target}: the name is that of another format: use one that ends in .safetensors"
+            f"overwire: save {target}: the name has the ending of another format: use one that ends in .safetensors"
         )
     descriptions: list[tuple[str, Bytes]] = []
     for name, tensor in tensors.items():

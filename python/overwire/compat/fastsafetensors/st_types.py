@@ -38,7 +38,7 @@ class Device:
 
     @classmethod
     def of(cls, device: Any) -> Device:
-        """Converts a Device, or any object whose `str` is a text for `from_str` (torch.device)."""
+        """Converts a Device, or an object such as a torch.device with a `str` that `from_str` can parse."""
         return device if isinstance(device, Device) else cls.from_str(str(device))
 
 

@@ -3,7 +3,7 @@
 For D/x.bin it writes D/nya/boneless_x.bin, a torch file with the state dict. In it a large tensor
 is {"shape", "dtype", "len", "len_compressed", "digest"}, with its data in D/nya/KEY.gz, and "meta"
 has the bins. The checkpoint itself stays. If checkpoints in the same folder have a key in common, they share its file,
-which has the tensor of the last one. The digest shows whose tensor that is.
+which has the tensor of the last one. The digest shows which one that is.
 """
 
 from __future__ import annotations

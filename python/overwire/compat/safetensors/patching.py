@@ -467,9 +467,9 @@ def patch_safetensors(*, device: Any = None, compress: bool = False, offload: bo
         with overwire.patch_safetensors():
             model = AutoModel.from_pretrained(folder, device_map="cuda")
 
-    The patch takes effect immediately, in all threads. It replaces `safe_open`, `deserialize`, and
-    `load_file`, `load`, `load_model` of safetensors' modules, in every loaded module that has
-    imported them and in modules that are imported later. transformers, diffusers, accelerate
+    The patch takes effect immediately, in all threads. It replaces `safe_open`, `deserialize`, `load_file`, `load` and
+    `load_model` of safetensors' modules, in every loaded module that has imported them and in modules that are imported
+    later. transformers, diffusers, accelerate
     and peft need no other changes, and file names stay the same. transformers and diffusers load
     models in one pass, each tensor directly to its device in `device_map`.
 

@@ -72,7 +72,7 @@ class Unplannable(Exception):
 
 class _Stored(NamedTuple):
     # The tensor that a stand-in represents. dtype: the torch dtype of the stored tensor. device: the device that the
-    # stand-in reports. memory: a weak reference to the stand-in's storage. It tells whether a view is alive, and keeps
+    # stand-in reports. memory: a weak reference to the stand-in's storage. It shows whether a view is alive, and keeps
     # the identity of the storage unique.
 
     stored: Stored
