@@ -178,7 +178,8 @@ def test_directory() -> None:
 
 
 def test_budget() -> None:
-    """A node never has more pieces than its room. Pieces that a reader still lacks are kept until it has them."""
+    """A node never has more pieces than it has room for. Pieces that a reader still lacks are kept until it has
+    them."""
 
     async def run() -> None:
         one = Directory()

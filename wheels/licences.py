@@ -84,7 +84,7 @@ def linked(root: Path, go: str, tags: str, env: dict[str, str]) -> list[Module]:
                 break
     modules = sorted(found.values(), key=lambda one: one.path)
     version, goroot = ask("env", "GOVERSION", "GOROOT").split("\n")[:2]
-    own = texts_in(Path(goroot), Path(goroot)) or found["golang.org/x/sys"].texts  # the same text
+    own = texts_in(Path(goroot), Path(goroot)) or found["golang.org/x/sys"].texts  # both have the same text
     modules.append(Module("std", version.removeprefix("go").split("-")[0], own))
     for one in modules:
         unknown = [name for name, text in one.texts.items() if LICENCE.match(name.rpartition("/")[2]) and not kinds(text)]

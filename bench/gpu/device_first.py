@@ -158,7 +158,7 @@ def measure_loads(args: argparse.Namespace, report: Report, files: dict[str, Pat
     runs: dict[Any, list[dict[str, Any]]] = {row: [] for row in rows}
     failed = set()
     first_number = -1 if args.compares and cores == args.cores[0] else 0
-    with contextlib.suppress(KeyboardInterrupt):  # what was measured until then is reported
+    with contextlib.suppress(KeyboardInterrupt):  # the results so far are reported
         for number in range(first_number, max(args.rounds, args.peer_rounds)):
             for row in random.sample(rows, len(rows)):
                 _, folder, peer, kind = row

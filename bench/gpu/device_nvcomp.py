@@ -12,8 +12,8 @@ the GPU, overwire on the CPU.
 
 The result of a case is "ok", "-" if nvCOMP cannot decode its own stream or refuses to encode, or a description of the
 error. Each algorithm runs in a separate process. A case that ends the process, breaks the device's context, or hangs
-for 20 seconds has failed, and the rest continues. The exit status is 1 if a case failed, and 0 with a message if nvCOMP
-or a GPU is missing. It takes about a minute.
+for 20 seconds counts as failed, and the other cases continue. The exit status is 1 if a case failed, and 0 with a
+message if nvCOMP or a GPU is missing. It takes about a minute.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ class _Exiting:
         if name == "free":
             return lambda *args: None  # finalizers have nothing left to free
         if name == "forked":
-            return bool  # False
+            return bool  # bool() returns False
 
         def refuse(verb: str, *rest: Any) -> Any:
             if verb in ("cancel", "gpu_stream_free"):
@@ -101,7 +101,7 @@ def open_library() -> Any:
             import atexit
 
             _refuse_few_descriptors()
-            threads = 2 * len(os.sched_getaffinity(0)) + 8  # the engine's first threads, and some spare
+            threads = 2 * len(os.sched_getaffinity(0)) + 8  # the engine's first threads, and some in reserve
             _refuse_small_address_space(threads)
             _refuse_few_threads(threads)
             from . import _core as raw

@@ -78,7 +78,7 @@ def lock_file(number: int, path: str, kind: int) -> None:
 
 def lock_path(path: str, mode: int, kind: int, claim: Callable[[int], None] = lambda number: None) -> int:
     """Creates a lock file if necessary, locks it, and returns its descriptor. A process may remove the file before it
-    releases the lock. Refuses links. mode: the mode of a new file. kind: as for `fcntl.flock`, as are the errors.
+    releases the lock. Refuses links. mode: the mode of a new file. kind: as for `fcntl.flock`, with the same errors.
     claim:
     called with the descriptor before it is locked."""
     while True:

@@ -428,7 +428,7 @@ def test_a_load_that_is_dropped_keeps_its_memory(tmp_path: Path) -> None:
 
 def test_files_of_others_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If a folder over its limit has other files, for example because the user named a folder of models, they are not
-    removed. Only files named by a fingerprint are."""
+    removed. Only files named by a fingerprint are removed."""
     others = ["model-00001-of-00002.safetensors", "a" * 39 + ".safetensors", "A" * 40 + ".safetensors", ".begun-notes"]
     for name in others:
         (tmp_path / name).write_bytes(bytes(1000))

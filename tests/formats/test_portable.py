@@ -107,8 +107,8 @@ def test_random_files(tmp_path: Path, seed: int) -> None:
 
 @pytest.mark.parametrize("place", [0, 1, 3, 255, 256, 133119])
 def test_lone_escapes(tmp_path: Path, place: int, seed: int) -> None:
-    """A segment's only escape is found at any position and with any value. Its list begins where the words end,
-    although the bytes after it may also look like a list."""
+    """A segment's only escape is found at any position and with any value. The list of escapes begins where the words
+    end, although later bytes may also look like a list."""
     r = np.random.default_rng(seed + place)
     path, count, escapes = tmp_path / "m.safetensors", 133120, set()
     for rare in (0, place & 0xFF, 3, 91, 200, 255):

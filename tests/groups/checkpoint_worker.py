@@ -133,7 +133,7 @@ def save(folder: Path) -> None:
 
 
 def load(folder: Path) -> None:
-    """Loads both checkpoints with another number of ranks into another state."""
+    """Loads both checkpoints with a different number of ranks into a different state."""
     want = torch.load(folder / "want.pt", weights_only=True)
     model, optimizer = trained(7, 1)
     state = state_of(model, optimizer, step=0, rng=torch.zeros_like(want["rng"]), note={"lr": 0.0, "tags": ["", ""]})

@@ -203,7 +203,7 @@ def block_stores(folder: Path) -> None:
             dist.all_gather_object(read, made.read)
             stored = (folder / file).stat().st_size
             assert 0.5 * stored < sum(read) <= 1.05 * stored, (file, read, stored)
-        dist.barrier()  # rank 0's block ends the server
+        dist.barrier()  # rank 0's `with` block ends the server
 
 
 def shards(folder: Path, at: Path) -> list[Path]:

@@ -70,8 +70,8 @@ def test_a_checkpoint_of_shards_is_a_model(saved: Path) -> None:
 
 
 def test_ranks_save_in_the_background_and_through_faults(tmp_path: Path) -> None:
-    """Ranks can save with cached plans, and after a full disk, a lack of memory or Ctrl-C on one rank. A death ends the
-    last save."""
+    """Ranks can save with cached plans, and after a full disk, a lack of memory or Ctrl-C on one rank. If a rank dies,
+    the last save ends."""
     steps = ("background", "mapped", "cached", "short", "failing", "interrupted", "pressed", "dying")
     ranks(tmp_path, 2, *steps)
 

@@ -532,7 +532,7 @@ def test_an_interrupt_between_any_steps_of_a_parameter_leaves_it_whole() -> None
 
 
 def test_a_run_has_ended_when_its_frame_has() -> None:
-    """A frame, of this or another thread, shows whether its run has ended. No other thread's stack is walked."""
+    """A frame of any thread shows whether its run has ended. No other thread's stack is walked."""
     import sys
 
     frames: list[Any] = []

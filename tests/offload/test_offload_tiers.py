@@ -134,7 +134,7 @@ def test_a_block_that_is_larger_than_room(rows: list[int]) -> None:
 
 
 def device_with(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
-    """Lets `count` blocks into device memory. The next one is out of memory."""
+    """Lets `count` blocks into device memory. The next one raises an out-of-memory error."""
     left = iter(range(count))
     empty = torch.empty
 
@@ -234,7 +234,8 @@ def test_an_error_has_the_handle_if_the_model_is_not_restored(
 
 
 def test_the_default_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Room is what will be free, less slots, two more blocks and a fifth of the GPU. A larger room is lowered."""
+    """The default room is the memory that will be free, minus the slots, two more blocks and a fifth of the GPU. A
+    larger room is lowered."""
     gpu, blocks = torch.device("cuda", 0), base.Model(3)
     found = tiers.Block("a", blocks, [tiers.Weight("w", torch.nn.Parameter(torch.empty(250)), torch.device("cpu"))])
     free: list[Any] = [20_000, 40_000]

@@ -89,7 +89,7 @@ def test_a_3fs_reader_brings_the_bytes(
     assert type(auto._loader) is threefs_loader.ThreeFSLoader and auto.config.use_pipeline
     assert plain(dict(auto.iterate_weights())) == plain(want)
     auto.close()
-    # A short read, and a file that it cannot read.
+    # A short read, and a file that the reader cannot read.
     monkeypatch.setattr(Reader, "short", 1)
     with pytest.raises(RuntimeError, match="truncated"):
         loader.copy_files_to_device()

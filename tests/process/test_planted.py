@@ -60,7 +60,8 @@ def test_links_of_others_are_not_followed(tmp_path: Path, shared: Path, link: st
 
 
 def test_own_links_are_followed(tmp_path: Path, shared: Path) -> None:
-    """The user's own links in such a folder are followed. Relative links, chains and ".." act as in the kernel."""
+    """The user's own links in such a folder are followed. Relative links, chains and ".." are resolved as by the
+    kernel."""
     (tmp_path / "home/deep").mkdir(parents=True)
     (shared / "one").symlink_to("two")
     (shared / "two").symlink_to("../home/deep")

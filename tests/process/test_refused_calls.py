@@ -1,5 +1,5 @@
-"""Tests loads, saves and servers while system calls fail one at a time. The result is right or a typed error, and
-existing files stay whole."""
+"""Tests loads, saves and servers while system calls fail one at a time. Each call returns the right result or raises a
+typed error, and existing files stay whole."""
 
 from __future__ import annotations
 

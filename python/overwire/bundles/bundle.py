@@ -242,7 +242,7 @@ def _local_place(
             except OSError as error:  # this user may not be allowed to write to the other folder
                 if one == folder or error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
                     raise
-        container = containers.container_of(target, folder)  # another writer may have created one since
+        container = containers.container_of(target, folder)  # another writer may have created one meanwhile
         rivals = containers.rivals_of(target)
         if _is_anothers(container) or any(_has_digest(container, _digest_of_file(rival)) for rival in rivals):
             container = containers.second_container_of(target, folder)

@@ -168,7 +168,7 @@ class Landing:
             from ..frameworks.numpy import hold
 
             if self._noted and 0 <= blob < len(self._targets) and self._targets[blob].startswith("cuda:"):
-                raise self._refuse_reference()  # GPU memory can only be a storage
+                raise self._refuse_reference()  # only a storage may be in GPU memory, not an array
             capsule, pointer = self._take_blob(blob, size)
             base = self._made[blob] = hold(capsule, pointer, size)
         elif hasattr(base, "untyped") or base.nbytes != size:

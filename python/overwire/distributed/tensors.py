@@ -318,7 +318,7 @@ class TensorLoad:
         ):
             return Wants(window)
         tasks = [self.cut_tensor(at) for at in window]
-        kinds = {(task.row.dtype, task.shape, task.dim): task for task in tasks}  # layers are alike
+        kinds = {(task.row.dtype, task.shape, task.dim): task for task in tasks}  # few, because layers are alike
         blocks = {kind: [self._cutting.block(task, rank) for rank in local] for kind, task in kinds.items()}
         needs = [
             (task.at, number, *block)

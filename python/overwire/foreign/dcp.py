@@ -179,7 +179,7 @@ class _Reader:
         rank = _OF_RANK.fullmatch(of_ranks[0])[1]  # type: ignore[index]
         others = sorted(name for name in names if name.endswith(ENDING) and not name.startswith(f"__{rank}_"))
         if others:
-            text = f"{of_ranks[0]} is the only description, but {others[0]} is of another rank: fetch the whole folder"
+            text = f"{of_ranks[0]} is the only description, but {others[0]} is another rank's: fetch the whole folder"
             raise NotFoundError(f"overwire: open {self._folder}: {text}", source=self._folder)
         return of_ranks[0]
 

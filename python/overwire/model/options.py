@@ -155,7 +155,7 @@ LoadOptions.__module__ = "overwire"  # users import it from there
 # Options with a default other than False or None.
 _DEFAULTS = {"compress": True, "level": "default"}
 
-# For options of other libraries: the option of ours that has the same purpose, and the advice in the error.
+# Maps options of other libraries to our option for the same purpose, and to the advice in the error.
 _INSTEAD = {
     "map_location": ("device", "write device='cpu' or device='cuda'"),
     "device_map": ("device", "write device='cuda', or offload(model) for a model larger than the GPU"),

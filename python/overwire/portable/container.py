@@ -47,7 +47,7 @@ _WIDE = ("I16", "U16", "I32", "U32", "I64", "U64")
 
 
 class StoredChunk(NamedTuple):
-    """A chunk in the index. offset: in the file."""
+    """A chunk in the index. offset: its offset in the file."""
 
     offset: int
     stored: int

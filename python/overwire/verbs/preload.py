@@ -70,8 +70,8 @@ class Preload(HandleOwner):
         return progress_of(self._job)
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Waits at most `timeout` seconds until every tensor is in memory. Returns whether it is. Raises the preload's
-        error."""
+        """Waits at most `timeout` seconds until every tensor is in memory. Returns whether all are. Raises the
+        preload's error."""
         check_wait(timeout)
         has_ended: bool = core().wait(self._job, timeout)
         return has_ended

@@ -12,7 +12,8 @@ from .parallel_loader import PipelineParallel
 
 
 class ThreeFSLoader(BaseSafeTensorsFileLoader):
-    """A loader for 3FS. mount_point: the folder where 3FS is mounted. entries, io_depth, buffer_size: for the reader.
+    """A loader for 3FS. mount_point: the folder where 3FS is mounted. entries, io_depth, buffer_size: arguments of the
+    reader.
     """
 
     @classmethod
