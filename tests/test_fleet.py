@@ -161,7 +161,7 @@ def test_directory() -> None:
         assert await one.counts() == {"pieces": 0, "leases": 0, "bytes": 0}
         assert one.used == {"x": 0}
         assert (await _ask(one, "x"))[0] == "read"  # after a head start, if another node owns it
-        await one.fail("a", 0, "other 1")  # not its lease
+        await one.fail("a", 0, "other 1")  # the lease is another reader's
         assert one.leases
         await one.fail("a", 0, "x 1")
         assert (await _ask(one, "x", number=5))[0] == "read"

@@ -90,8 +90,8 @@ class HostMetrics:
 
 
 class Metrics(dict[str, VerbMetrics]):
-    """The result of `metrics`: a `VerbMetrics` for each function that has run, by name, `cache`, a `CacheMetrics`, and
-    `host`, a `HostMetrics`."""
+    """The result of `metrics`. Maps the name of each function that has run to its `VerbMetrics`. cache: a
+    `CacheMetrics`. host: a `HostMetrics`."""
 
     __module__ = "overwire"
 

@@ -124,7 +124,8 @@ def models(root: Path, log: Log, where: tuple[int, int, int], names: list[str]) 
 
 
 def with_fp8() -> None:
-    """Replaces vLLM's kernels for fp8, which need AMX and compiled code, with a change of the weights' layout."""
+    """Replaces vLLM's kernels for fp8, which need AMX and compiled code, with a function that only changes the weights'
+    layout."""
     from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUFp8BlockScaledMMKernel
     from vllm.model_executor.utils import replace_parameter
 

@@ -506,7 +506,7 @@ def test_what_fails_here_is_no_damage(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_what_passes_is_no_refusal(tmp_path: Path) -> None:
     """If a start fails because threads, memory or descriptors are exhausted, the model is not recorded as one that does
-    not fit. A mismatched model is."""
+    not fit. A mismatched model is recorded."""
     path, record = kept(processed(), tmp_path)
     before = threading.stack_size(1 << 46)  # larger than the address space, so no thread can start
     try:

@@ -410,8 +410,8 @@ for record_copies.EARLY in (1, 1 << 40):
 
 
 def test_chooses_as_vllm_does(engines: Path, model: Path) -> None:
-    """The loader chooses the same tensors as vLLM, with experts of other ranks, unused weights, other patterns,
-    secondary weights and a source."""
+    """The loader chooses the same tensors as vLLM, if there are experts of other ranks, unused weights, other patterns,
+    secondary weights or a source."""
     code = """
 from vllm.model_executor.model_loader import DefaultModelLoader
 def names(extra=None, path=base + "/compressed", **settings):

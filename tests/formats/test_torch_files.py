@@ -116,8 +116,8 @@ def test_every_tensor_comes_over(tmp_path: Path, compress: bool) -> None:
 
 
 def test_a_training_checkpoint(tmp_path: Path) -> None:
-    """A checkpoint's tensors are named by their paths, its numbers become metadata, and objects of classes are reported
-    without creating them."""
+    """A checkpoint's tensors are named by their paths, its numbers become metadata, and objects of other classes are
+    reported but not created."""
     model = torch.nn.Linear(8, 4)
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(1, 8)).sum().backward()

@@ -1,4 +1,4 @@
-"""Tests that blocks may stay compressed in device memory, or in both memories, with the resident model's outputs."""
+"""Tests that blocks may stay compressed in device memory, or in both memories, without a change of the outputs."""
 
 from __future__ import annotations
 

@@ -339,7 +339,7 @@ def test_casts_leave_what_is_no_float(tmp_path: Path) -> None:
 
 
 def test_meta_and_empty_opaque_and_encrypted(tmp_path: Path) -> None:
-    """Tensors without data work in torch's own types, and empty ones in encrypted files."""
+    """Tensors without data work in dtypes that only torch has, and empty tensors work in encrypted files."""
     tensors = {
         "e": torch.zeros(0, 4).bfloat16(),
         "m": torch.empty(3, device="meta", dtype=torch.bfloat16),
