@@ -32,7 +32,7 @@ from diffusers import AutoencoderKL, DDIMScheduler, DiffusionPipeline, StableDif
 from overwire.compat.safetensors import _lazy  # noqa: E402
 
 diffusers.utils.logging.disable_progress_bar()
-gc.freeze()  # collections now look only at objects of the cases
+gc.freeze()  # garbage collections then examine only the objects of the cases
 MODELS = ("text_encoder", "unet", "vae")
 
 

@@ -344,7 +344,7 @@ assert torch.equal(made.third, q.view(4, 16, 64)[..., 3:11]) and torch.equal(mad
 
 def test_loads_while_the_loader_runs(engines: Path, model: Path, tmp_path: Path) -> None:
     """Copies are loaded while the loader still runs, as long as it only copies. Whatever it does later, the model is
-    the same as from its own loader. Missing tensors raise an error."""
+    the same as one that vLLM loads without overwire. Missing tensors raise an error."""
     code = """
 import shutil, vllm.model_executor.model_loader
 import overwire.integrations.load_plan.copies as copies, overwire.integrations.load_plan.record_copies as record_copies

@@ -418,7 +418,7 @@ def test_memory_that_was_freed_is_refused() -> None:
 
 
 class Shows(torch.nn.Module):
-    """Returns a dict with a nested result and a part of its weight, which is frozen."""
+    """Returns a dict with a list of results and a part of its weight. The weight has no gradient."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -157,7 +157,8 @@ def device_with(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
 def test_a_device_that_is_full(
     device: Device, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, count: int  # noqa: F811
 ) -> None:
-    """"device" names the tier and the block and leaves the model as it was. "auto" logs one line and continues."""
+    """With "device" the error names the tier and the block, and the model is unchanged. "auto" logs one line and
+    continues."""
     model = Model()
     expected = outputs(model)
     device_with(monkeypatch, count)

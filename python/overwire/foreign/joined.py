@@ -301,7 +301,8 @@ def _with(numbers: tuple[int, ...], at: int, value: int) -> tuple[int, ...]:
 
 
 def _divide(boxes: list[Box], inside: list[int], axis: int) -> list[tuple[list[int], int, int]]:
-    """Divides boxes into groups that do not overlap along an axis. Returns each group with its begin and end there."""
+    """Divides boxes into groups that do not overlap along an axis. Returns each group with its begin and end on the
+    axis."""
     groups: list[tuple[list[int], int, int]] = []
     for number in sorted(inside, key=lambda one: boxes[one][0][axis]):
         start = boxes[number][0][axis]

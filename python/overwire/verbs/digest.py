@@ -60,7 +60,7 @@ class Comparison(TypedDict):
 
     differ: names of tensors that differ from the file in bytes, dtype or shape.
     missing: names in the file that the model lacks.
-    surplus: names in the model that the file lacks, unless they are tied to one it has.
+    surplus: names in the model that the file lacks, except names that are tied to a name in the file.
     tensors: the number of compared tensors. kept: how many were compared by a digest in the file.
     bytes: bytes that were decoded to compare the others. on_gpu: how many of these GPUs decoded.
     """
