@@ -243,7 +243,7 @@ def alone(folder: Path) -> None:
     with ow.patch_safetensors():
         modeling = sys.modules["diffusers.models.modeling_utils"]
         got = modeling.load_state_dict(next((folder / "packed" / "unet").glob("*.safetensors")))
-        assert all(type(tensor) is torch.Tensor for tensor in got.values())  # as always outside from_pretrained
+        assert all(type(tensor) is torch.Tensor for tensor in got.values())  # no stand-ins outside from_pretrained
         modeling.HF_ENABLE_PARALLEL_LOADING = True  # diffusers' worker threads read the shards
         passes = Passes()
         with passes.counted():

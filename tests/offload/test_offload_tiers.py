@@ -42,7 +42,7 @@ def tiers_of(offloaded: Any) -> str:
 
 @pytest.mark.parametrize("slots", [1, 2, 3])
 def test_outputs_in_every_order(device: Device, tier: dict[str, Any], slots: int, seed: int) -> None:  # noqa: F811
-    """Outputs are right in every order of the blocks, and only blocks of the host are copied. close restores every
+    """Outputs are right in every order of the blocks, and only blocks in host memory are copied. close restores every
     byte."""
     model, dice = Model(), random.Random(seed)
     reference = copy.deepcopy(model)

@@ -202,7 +202,7 @@ def test_what_auto_loader_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
 
 
 def test_pipelines_of_one(real: Any) -> None:
-    """Without a group, a pipeline is one process, in both packages."""
+    """Without a group, a pipeline has one rank, in both packages."""
     for package in (real, fst):
         kind = importlib.import_module(f"{package.__name__}.parallel_loader").PipelineParallel
         for group in (None, package.SingleGroup()):

@@ -138,8 +138,8 @@ def test_headers_within_a_host() -> None:
 
 @pytest.mark.parametrize("ranges", [True, False], ids=["ranges", "one-get"])
 def test_headers_of_the_answer(ranges: bool, tmp_path: Path) -> None:
-    """The server's headers can be read, even repeated ones. Content-Length is that of the stream. `cache_status` of a
-    file reports a cache's answer."""
+    """The server's headers can be read, even repeated ones. Content-Length is the length of the stream. `cache_status`
+    of a file reports a cache's answer."""
     def say(h: Handler, data: bytes) -> bool:
         if not ranges:
             del h.headers["Range"]

@@ -4,7 +4,7 @@ A torch.save file is a zip archive with a pickle, `data.pkl`, and the uncompress
 `machine` interprets the pickle. Only globals that create tensors from storages have an effect. All others (a Trainer's
 arguments, Lightning's hyperparameters) become placeholders, and nothing is imported or called for them. The bytes are
 memory-mapped, so a file takes no memory. torch is not needed. Unlike torch.load (2.11), this module compares the
-archive's checksums, because a converted file gets new checksums, which must not cover up wrong bytes.
+archive's checksums, because a converted file gets new checksums, which would also be valid for wrong bytes.
 
 Source: the notes on serialization in torch's documentation, and pickles that torch writes.
 """

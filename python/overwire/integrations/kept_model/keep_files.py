@@ -42,7 +42,7 @@ _GB = 10**9
 # The parts of a complete record.
 _RECORD = {"tensors": dict, "names": dict, "modules": dict, "origins": str}
 
-# The bytes that are read, and then read again from the processor's cache.
+# The bytes of each read. The bytes are then read again, from the processor's cache.
 _BLOCK = 1 << 20
 
 
