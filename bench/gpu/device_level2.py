@@ -103,7 +103,7 @@ class Pool:
         self._handles.clear()
 
     def equals(self, tensors: dict[str, torch.Tensor]) -> bool:
-        """Returns whether every byte is that of the tensors."""
+        """Returns whether every byte equals that of the original tensors."""
         return all(
             torch.equal(memory.view(torch.uint8)[: tensor.nbytes], tensor.reshape(-1).view(torch.uint8))
             for memory, tensor in zip(self.tensors.values(), tensors.values(), strict=True)
