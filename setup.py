@@ -74,31 +74,31 @@ LEFT_OUT = re.compile(r"(^|/)(__pycache__|\.[^/]*)(/|$)|\.(so|pyc|whl)$|(^|/)tes
 
 
 def sections() -> dict[str, str]:
-    """Return the lines of each section of pyproject.toml."""
+    """Returns the lines of each section of pyproject.toml."""
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     return dict(re.findall(r"^\[([^\n]+)\]\n(.*?)(?=^\[|\Z)", text, re.M | re.S))
 
 
 def texts(section: str) -> dict[str, str]:
-    """Return the simple `key = "value"` lines of a section."""
+    """Returns the simple `key = "value"` lines of a section."""
     return dict(re.findall(r'^([\w-]+) = "(.*)"$', sections()[section], re.M))
 
 
 def items(section: str, key: str) -> list[str]:
-    """Return the strings of one list of a section."""
+    """Returns the strings of one list of a section."""
     listed = re.search(rf"^{key} = \[(.*?)\]$", sections()[section], re.M | re.S)
     return re.findall(r'"([^"]*)"', listed[1]) if listed else []
 
 
 def project() -> dict[str, str]:
-    """Return the texts of [project], and the version, which is only in gosrc/cli."""
+    """Returns the texts of [project], and the version, which is only in gosrc/cli."""
     version = re.search(r'^const Version = "(.*)"$', (ROOT / "gosrc/cli/cli.go").read_text(encoding="utf-8"), re.M)
     assert version is not None
     return texts("project") | {"version": version[1]}
 
 
 def entry_points() -> str:
-    """Return the wheel's entry_points.txt: the commands, then each group of plug-ins."""
+    """Returns the wheel's entry_points.txt: the commands, then each group of plug-ins."""
     groups = {"console_scripts": "project.scripts"}
     groups |= {name.split('"')[1]: name for name in sections() if name.startswith("project.entry-points.")}
     parts = ([f"[{name}]", *(f"{k} = {v}" for k, v in texts(section).items()), ""] for name, section in groups.items())
@@ -106,7 +106,7 @@ def entry_points() -> str:
 
 
 def metadata(licence: str = "", files: list[str] | None = None, requires: Iterable[str] = ()) -> str:
-    """Return METADATA. For a wheel it has the licence of all contents, the licence files and the required packages.
+    """Returns METADATA. For a wheel it has the licence of all contents, the licence files and the required packages.
     For an sdist it has the project's own licence, because an sdist has no library."""
     p = project()
     lines = [
@@ -136,7 +136,7 @@ def metadata(licence: str = "", files: list[str] | None = None, requires: Iterab
 
 
 def with_full_links(page: str, repository: str) -> str:
-    """Replace relative pictures and links of a page with links to the repository, for the page of the package index."""
+    """Replaces relative pictures and links of a page with links to the repository, for the page of the package index."""
     page = re.sub(r"^(!\[[^\]]*\]\()(?!https?://)([^)]*\))", rf"\1{repository}/raw/main/\2", page, flags=re.M)
     return re.sub(r"(?<!!)(\[[^\]]+\]\()(?!https?://|#)([^)]*\))", rf"\1{repository}/blob/main/\2", page)
 
@@ -161,7 +161,7 @@ def go_command() -> str:
 
 
 def machine() -> str:
-    """Return the target machine's name in wheels, from GOARCH."""
+    """Returns the target machine's name in wheels, from GOARCH."""
     here = {name: go for go, name in MACHINES.items()}.get(platform.machine(), platform.machine())
     target = MACHINES.get(os.environ.get("GOARCH") or here)
     if sys.platform != "linux" or target is None or platform.python_implementation() != "CPython":
@@ -172,7 +172,7 @@ def machine() -> str:
 
 
 def go_environment() -> dict[str, str]:
-    """Return the environment for building the library."""
+    """Returns the environment for building the library."""
     env = dict(os.environ)
     env.update(
         CGO_ENABLED="1",
@@ -187,14 +187,14 @@ def go_environment() -> dict[str, str]:
 
 
 def lean() -> list[str]:
-    """Return build flags that make the packages of LEAN small. They also omit debug tables, which take a sixth of the
+    """Returns build flags that make the packages of LEAN small. They also omit debug tables, which take a sixth of the
     compile time and which the linker would drop."""
     packages = [*LEAN.split(), *(f"github.com/overwire/overwire/gosrc/{name}" for name in LEAN_OWN.split())]
     return ["-gcflags=all=-dwarf=false", *(f"-gcflags={package}=-l -dwarf=false" for package in packages)]
 
 
 def third_parties() -> tuple[dict[str, str], str]:
-    """Return the files that list the linked modules, and the licence of the whole library."""
+    """Returns the files that list the linked modules, and the licence of the whole library."""
     licences = of_wheels("licences")
     p = project()
     modules = licences.linked(ROOT, go_command(), TAGS, go_environment())
@@ -204,7 +204,7 @@ def third_parties() -> tuple[dict[str, str], str]:
 
 
 def build_library(out: Path = LIBRARY, asan: bool = False, fake: bool = False) -> None:
-    """Compile gosrc/bind/core to the extension module at out. fake: with the fake GPU driver, for tests."""
+    """Compiles gosrc/bind/core to the extension module at out. fake: with the fake GPU driver, for tests."""
     include = sysconfig.get_path("include")
     if not Path(include, "Python.h").exists():
         sys.exit(f"overwire: the C headers of this Python are missing in {include} (install python3-dev)")
@@ -233,7 +233,7 @@ def build_library(out: Path = LIBRARY, asan: bool = False, fake: bool = False) -
 
 
 def of_wheels(module: str) -> types.ModuleType:
-    """Import a module from the folder wheels."""
+    """Imports a module from the folder wheels."""
     sys.path.insert(0, str(ROOT / "wheels"))
     try:
         return importlib.import_module(module)
@@ -242,7 +242,7 @@ def of_wheels(module: str) -> types.ModuleType:
 
 
 def symbol_floor(library: Path) -> tuple[int, int]:
-    """Return the newest glibc version that a library needs, at least FLOOR. Exit if it is newer than FLOOR."""
+    """Returns the newest glibc version that a library needs, at least FLOOR. Exits if it is newer than FLOOR."""
     versions = of_wheels("elf").Elf(library.read_bytes()).needed_versions()
     glibc = [(int(m[1]), int(m[2])) for v in versions if (m := re.fullmatch(r"GLIBC_(\d+)\.(\d+)(?:\.\d+)?", v.version))]
     newest = max(glibc, default=(2, 5))
@@ -253,7 +253,7 @@ def symbol_floor(library: Path) -> tuple[int, int]:
 
 
 def tag(library: Path) -> str:
-    """Return the wheel's tag. It names FLOOR, which the library never exceeds."""
+    """Returns the wheel's tag. It names FLOOR, which the library never exceeds."""
     return "cp310-abi3-manylinux_%d_%d_" % symbol_floor(library) + machine()
 
 
@@ -261,8 +261,8 @@ def tag(library: Path) -> str:
 
 
 def write_wheel(directory: str, label: str, files: dict[str, bytes], parties: dict[str, str] | None = None, licence: str = "") -> str:
-    """Write a reproducible wheel (sorted files, fixed time and modes, RECORD last) with the files of
-    `third_parties`. Return its name."""
+    """Writes a reproducible wheel (sorted files, fixed time and modes, RECORD last) with the files of
+    `third_parties`. Returns its name."""
     info = f"{name_version()}.dist-info"
     files = {**files, f"{info}/licenses/LICENSE": (ROOT / "LICENSE").read_bytes()}
     for name, text in (parties or {}).items():
@@ -293,7 +293,7 @@ def write_wheel(directory: str, label: str, files: dict[str, bytes], parties: di
 
 
 def tree(folder: Path) -> list[Path]:
-    """Return the files below a folder that belong in archives, in order."""
+    """Returns the files below a folder that belong in archives, in order."""
     files = (p for p in folder.rglob("*") if p.is_file())
     return sorted(p for p in files if not LEFT_OUT.search(p.relative_to(ROOT).as_posix()))
 
@@ -312,7 +312,7 @@ def build_wheel(wheel_directory: str, config_settings: object = None, metadata_d
 
 
 def build_portable_wheel(wheel_directory: str) -> str:
-    """Build the platform-independent wheel, for machines without the engine: a reader that only needs numpy."""
+    """Builds the platform-independent wheel, for machines without the engine: a reader that only needs numpy."""
     homes = re.search(r"^_HOMES = (\{.*?^\})", (PACKAGE / "__init__.py").read_text(encoding="utf-8"), re.M | re.S)
     assert homes is not None
     public = tuple(sorted(name for names in ast.literal_eval(homes[1]).values() for name in names))

@@ -27,7 +27,7 @@ COUNT, SIZE = 18_867, 1024
 def best(
     times: int, prepare: Callable[[], Any], act: Callable[[Any], Any], after: Callable[[Any, Any], None]
 ) -> tuple[float, float]:
-    """Returns the smallest and the median seconds of act."""
+    """Returns the smallest and the median seconds of several runs of act."""
     took = []
     for _ in range(times):
         given = prepare()

@@ -4,9 +4,10 @@
 
 The files are generated bf16, plain and compressed, on a disk. For cold loads the file is dropped from the page cache
 before each load, and mincore reports the share that stays. Each round runs the variants in random order, then direct
-reads of both files (1 MiB, 16 at a time) and the first touch of equally much memory. For warm loads the plain file is
+reads of both files (1 MiB, 16 at a time) and the first touch of the same amount of memory. For warm loads the plain
+file is
 in the page cache, and each process has two cores. Every process has imported torch and loaded a tiny file before the
-clock starts. After its load torch sums every byte. The first round of each part is discarded. Tensors are compared
+clock starts. After each load, torch sums every byte. The first round of each part is discarded. Tensors are compared
 once, before anything is timed.
 """
 
@@ -55,7 +56,7 @@ def evict(path: str) -> float:
 
 
 def direct(path: str) -> float:
-    """Returns the seconds of direct reads of all whole MiB of a file, into memory that was touched before."""
+    """Reads all whole MiB of a file by direct I/O into memory that was touched before, and returns the seconds."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
     size = os.fstat(fd).st_size // MIB
     buffers = [mmap.mmap(-1, MIB) for _ in range(16)]
@@ -111,7 +112,8 @@ def total(tensors: dict[str, Any]) -> int:
 
 
 def worker(way: str, path: str) -> None:
-    """Reports that it is ready, then loads when a line arrives, which says whether to drop the file."""
+    """Reports that it is ready, and loads when a line arrives. The line says whether to drop the file from the page
+    cache."""
     load = loader(way)
     print("ready", flush=True)
     left = evict(path) if sys.stdin.readline().strip() == "cold" else resident(path)

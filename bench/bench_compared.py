@@ -4,9 +4,10 @@
 
 The inputs are plain safetensors files of MiniLM (downloaded by examples/demo.py): the original, cast and quantised.
 Each tool gets a whole file and must return every byte. zstandard and ZipNN work in memory, ZipNN with the weights'
-dtype. overwire works from file to file, with its SHA-256 of the original, and back into memory. `--packages` is a
-folder filled by `pip install --target`. Tools alternate, and figures are medians of all rounds. Processor time, which
-includes threads, depends less on other load.
+dtype. overwire compresses a file to a file, which includes the SHA-256 of the original, and loads the result into
+memory. `--packages` is a
+folder filled by `pip install --target`. Tools alternate, and figures are medians of all rounds. Processor time includes
+all threads, and depends less on other load of the machine.
 """
 
 from __future__ import annotations

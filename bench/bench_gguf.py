@@ -2,9 +2,9 @@
 
     python bench/bench_gguf.py
 
-Prints stored / original of each type, for three kinds of values, by the order-0 entropy of each field of the blocks
-(values, and scales by byte), as X16 codes exponents. Q4_K and Q6_K are quantised to the nearest value, without
-llama.cpp's search. The package gguf quantises all other types.
+Prints stored / original for each type and three kinds of values. The stored size is the order-0 entropy of each field
+of the blocks (values, and scales by byte), because X16 codes exponents in this way. Q4_K and Q6_K are quantised to the
+nearest value, without llama.cpp's search. The package gguf quantises all other types.
 """
 
 from __future__ import annotations

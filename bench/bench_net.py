@@ -1,4 +1,4 @@
-"""Measures loads over HTTP from `overwire serve` on this machine against the link or bare TCP.
+"""Measures loads over HTTP from `overwire serve` on this machine, and compares them with the link or with bare TCP.
 
     python bench/bench_net.py [--device cpu] [--size 1GB] [--repeat 5] [--dir /dev/shm] [--json]
 
@@ -32,7 +32,7 @@ from processes import overwire_serve  # noqa: E402
 # Total rate and rate per connection in GB/s, as arguments of `overwire serve`.
 LINKS = (("0.3", ""), ("1.25", ""), ("5", ""), ("1.25", "0.04"))
 FILES = {"compressed": "net.safetensors", "plain": "plain.safetensors"}
-SLOT = 8 << 20  # a slot of a load's ring
+SLOT = 8 << 20  # the size of a slot in a load's ring
 
 
 def overwire(*words: str) -> list[str]:

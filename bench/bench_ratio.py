@@ -5,9 +5,9 @@
 The inputs are the files, or MiniLM (downloaded by examples/demo.py): the original, cast, and quantised to int8 by rows
 and to 4 bits as packed by GPTQ. Every file is loaded back and compared. The sizes are printed next to zstandard at
 level 3 on the whole file, ZipNN if it is installed, and two order-0 entropies by chunks of 1 MiB. One is of the
-exponents with the other bits raw, as X16 codes them, the other of every byte of the elements. These do not bound other
-coders or other chunks. Loads are from the page cache. Each figure is the median of five, alternating between both
-levels and the plain file, which is read without mmap.
+exponents with the other bits raw, as X16 codes them, the other of every byte of the elements. These entropies are not
+limits for other coders or chunk sizes. Loads are from the page cache. Each figure is the median of five, alternating
+between both levels and the plain file, which is read without mmap.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def int8(t: torch.Tensor) -> torch.Tensor:
 
 
 def gptq(name: str, weight: torch.Tensor) -> Tensors:
-    """Packs 4 bits by groups of 128 inputs, eight to an I32."""
+    """Quantises to 4 bits in groups of 128 inputs, and packs eight numbers into each I32."""
     inputs, outputs = weight.shape[1], weight.shape[0]
     group = weight.t().reshape(inputs // 128, 128, outputs)
     low, high = group.amin(1, keepdim=True), group.amax(1, keepdim=True)

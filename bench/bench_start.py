@@ -58,7 +58,7 @@ def load_ahead(began: str, file: str, device: str) -> dict[str, float]:
 def import_torch(began: str, *_: str) -> dict[str, float]:
     import torch  # noqa: F401
 
-    return {"import torch alone, s": seconds_since(began)}
+    return {"import only torch, s": seconds_since(began)}
 
 
 def status_bytes(field: str) -> int:
@@ -100,9 +100,9 @@ def measure_memory(_: str, file: str, device: str) -> dict[str, float]:
     ended.set()
     sampler.join()
     size = sum(tensor.nbytes for tensor in tensors.values())
-    row = {"host memory beside the tensors, MiB": status_bytes("VmHWM") - host - (size if device == "cpu" else 0)}
+    row = {"host memory besides the tensors, MiB": status_bytes("VmHWM") - host - (size if device == "cpu" else 0)}
     if device != "cpu":
-        row["device memory beside the tensors, MiB"] = max(peak, used()) - before - size
+        row["device memory besides the tensors, MiB"] = max(peak, used()) - before - size
         row["pinned host memory, MiB"] = (overwire.last_report() or {})["stages"]["ring_bytes"]
     return {name: value / 2**20 for name, value in row.items()}
 

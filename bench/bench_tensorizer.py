@@ -182,7 +182,7 @@ def main(words: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", default="500MB", help="bytes of the tensors")
     parser.add_argument("--repeat", type=int, default=2, help="processes of each side of a row")
-    parser.add_argument("--dir", help="folder for temporary files; in memory it waits for no disk")
+    parser.add_argument("--dir", help="folder for temporary files; a folder in memory avoids waits for the disk")
     parser.add_argument("--device", default="cpu", help="where tensors are loaded to")
     parser.add_argument("--kind", default="llama-bf16", help="kind of weights, as for overwire bench gen")
     args = parser.parse_args(words)

@@ -1,4 +1,4 @@
-"""Recomputes the checksums of edited containers, for tests of damage that checksums would otherwise catch."""
+"""Recomputes the checksums of edited containers, for tests of damage that checksums would otherwise detect."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def started(argv: list[str], **options: Any) -> Iterator[subprocess.Popen[Any]]:
 
 def plant_modules(folder: Path) -> list[str]:
     """Writes Python files with names of modules that the command imports. Each writes the file ran-NAME if it runs.
-    Returns the beginning of a command line of overwire, as pip installs it, that could run them."""
+    Returns the beginning of an overwire command line, as pip installs it, that might run these files."""
     for name in ("torch", "numpy", "json", "argparse", "signal", "subprocess", "overwire", "safetensors"):
         (folder / f"{name}.py").write_text(f"open('ran-{name}', 'w')\n")
     command = folder / "bin" / "overwire"

@@ -1,4 +1,5 @@
-"""Tests the parts of loads through Ray that need no Ray: the engine's feed, the directory's rules, and the settings."""
+"""Tests the parts of loads through Ray that do not need Ray: the engine's feed, the directory's rules, and the
+settings."""
 
 from __future__ import annotations
 
@@ -89,7 +90,7 @@ def _load(uri: str, options: dict[str, object]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("compress", [True, False])
 def test_feed(s3: tuple[dict[str, object], Path], compress: bool) -> None:
-    """A load reads pieces that Python supplies, also if some are damaged, and frees them all."""
+    """A load reads pieces that Python supplies, even if some are damaged, and frees them all."""
     options, folder = s3
     name = f"{compress}.safetensors"
     tensors = _model(options, name, compress)
@@ -113,7 +114,7 @@ def test_feed(s3: tuple[dict[str, object], Path], compress: bool) -> None:
 
 
 def test_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without Ray, only ray=True is an error, which says what to install."""
+    """Without Ray, only ray=True raises an error, which says what to install."""
     import sys
 
     monkeypatch.setitem(sys.modules, "ray", None)
@@ -160,7 +161,7 @@ def test_directory() -> None:
         assert await one.counts() == {"pieces": 0, "leases": 0, "bytes": 0}
         assert one.used == {"x": 0}
         assert (await _ask(one, "x"))[0] == "read"  # after a head start, if another node owns it
-        await one.fail("a", 0, "other 1")  # not its lease
+        await one.fail("a", 0, "other 1")  # the lease is another reader's
         assert one.leases
         await one.fail("a", 0, "x 1")
         assert (await _ask(one, "x", number=5))[0] == "read"
@@ -177,7 +178,8 @@ def test_directory() -> None:
 
 
 def test_budget() -> None:
-    """A node never has more pieces than its room. Pieces that a reader still lacks are kept until it has them."""
+    """A node never has more pieces than it has room for. Pieces that a reader still lacks are kept until it has
+    them."""
 
     async def run() -> None:
         one = Directory()

@@ -113,7 +113,7 @@ def test_second_process_loads_from_memory(store: Store, save: Callable[..., Path
 
 
 def test_changed_files_are_never_served(store: Store, save: Callable[..., Path]) -> None:
-    """A file that was replaced or written to is read from the disk, also if its time of change is restored."""
+    """A file that was replaced or written to is read from the disk, even if its time of change is restored."""
     path = save("m.safetensors", compress=False)
     time.sleep(3.1)
     assert store.command("put", str(path)).returncode == 0

@@ -1,4 +1,4 @@
-"""Build the sdist, and the wheels from the unpacked sdist: python wheels/build.py DIR
+"""Builds the sdist, and the wheels from the unpacked sdist: python wheels/build.py DIR
 
 This proves that the sdist is complete. It builds the wheel of this machine, and the platform-independent wheel, which
 reads files with only numpy. Each is built twice, in differently named folders, and must have the same bytes.
@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def hook(tree: Path, name: str, out: Path) -> Path:
-    """Run one hook of the build backend in a separate process, as pip does."""
+    """Runs one hook of the build backend in a separate process, as pip does."""
     code = f"import sys, setup; print(setup.{name}(sys.argv[1]))"
     env = dict(os.environ, PYTHONPATH=str(tree))
     done = subprocess.run([sys.executable, "-c", code, str(out)], cwd=tree, env=env, stdout=subprocess.PIPE, text=True, check=False)

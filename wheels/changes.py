@@ -20,12 +20,12 @@ HEADING = re.compile(r"^## (.*)\n", re.M)
 
 
 def list_fragments(root: Path) -> list[Path]:
-    """Return the files of unreleased changes."""
+    """Returns the files of unreleased changes."""
     return sorted(path for path in (root / "changes").glob("*") if path.name != "README.md")
 
 
 def read_fragment(path: Path) -> tuple[str, str]:
-    """Return the kind of a change and its sentence. Raise ValueError, which names the file, for another form."""
+    """Returns the kind of a change and its sentence. Raises ValueError, which names the file, for any other form."""
     parts = re.fullmatch(r"(\w+): (\S.*)\n?", path.read_text(encoding="utf-8"))
     if path.suffix != ".md" or not parts or parts[1] not in KINDS:
         raise ValueError(f"{path}: expected a .md file with one line, `Kind: sentence`; the kinds are {', '.join(KINDS)}")
@@ -35,7 +35,7 @@ def read_fragment(path: Path) -> tuple[str, str]:
 
 
 def join_changes(text: str, changes: list[tuple[str, str]], version: str, day: str) -> str:
-    """Return the text of CHANGELOG.md with an entry for a version: the entries under Unreleased, and the changes."""
+    """Returns the text of CHANGELOG.md with an entry for a version: the entries under Unreleased, and the changes."""
     head, heading, rest = text.partition("## Unreleased\n")
     if not heading:
         raise ValueError("CHANGELOG.md has no section Unreleased")

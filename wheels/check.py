@@ -1,4 +1,4 @@
-"""Audit wheels and import them in every CPython of this machine: python wheels/check.py FILE...
+"""Audits wheels and imports them in every CPython of this machine: python wheels/check.py FILE...
 
 The library must only export PyInit__core. It may only need libc, in no newer glibc version than its tag states,
 and Python's stable ABI of 3.10. The wheel must have a correct RECORD, the licences of all linked modules, and at most
@@ -81,7 +81,7 @@ print(json.dumps(digests))
 
 
 def pythons(machine: str = platform.machine()) -> dict[str, str | None]:
-    """Return the interpreter of each version for a machine, or None."""
+    """Returns the interpreter of each version for a machine, or None."""
     found: dict[str, str | None] = {}
     for version in PYTHONS:
         fetched = ROOT / "build" / "pythons" / machine / f"python{version}"
@@ -101,7 +101,7 @@ def works(python: str, version: str) -> bool:
 
 
 def audit(wheel: Path) -> list[str]:
-    """Return the faults of a wheel."""
+    """Returns the faults of a wheel."""
     if wheel.name.endswith("-py3-none-any.whl"):
         return audit_portable(wheel)
     wrong = []
@@ -142,7 +142,7 @@ def audit(wheel: Path) -> list[str]:
 
 
 def wrong_records(files: dict[str, bytes]) -> list[str]:
-    """Return the differences between RECORD and the contents of a wheel."""
+    """Returns the differences between RECORD and the contents of a wheel."""
     wrong = []
     record = next(name for name in files if name.endswith(".dist-info/RECORD"))
     listed = {row[0]: row[1:] for row in csv.reader(io.StringIO(files[record].decode()))}
@@ -156,7 +156,7 @@ def wrong_records(files: dict[str, bytes]) -> list[str]:
 
 
 def audit_portable(wheel: Path) -> list[str]:
-    """Return the faults of the wheel without the engine."""
+    """Returns the faults of the wheel without the engine."""
     wrong = []
     with zipfile.ZipFile(wheel) as z:
         files = {name: z.read(name) for name in z.namelist()}
@@ -171,7 +171,7 @@ def audit_portable(wheel: Path) -> list[str]:
 
 
 def smoke(wheel: Path, python: str) -> str:
-    """Import a wheel. Return the error, or "" without one."""
+    """Imports a wheel. Returns the error, or "" without one."""
     with tempfile.TemporaryDirectory() as t:
         with zipfile.ZipFile(wheel) as z:
             z.extractall(t)
@@ -180,7 +180,7 @@ def smoke(wheel: Path, python: str) -> str:
 
 
 def read_goldens(wheel: Path, paths: Iterable[Path]) -> dict[str, dict[str, str]]:
-    """Return the SHA-256 of each tensor in some files, read by the wheel without the engine in this Python, with numpy
+    """Returns the SHA-256 of each tensor in some files, read by the wheel without the engine in this Python, with numpy
     and, for level "smaller", zstandard. Raises RuntimeError if reading fails."""
     with tempfile.TemporaryDirectory() as t:
         with zipfile.ZipFile(wheel) as z:
@@ -202,7 +202,7 @@ def read_goldens(wheel: Path, paths: Iterable[Path]) -> dict[str, dict[str, str]
 
 
 def goldens() -> list[Path]:
-    """Return the golden files that this Python can read: those of level "smaller" need zstandard."""
+    """Returns the golden files that this Python can read: those of level "smaller" need zstandard."""
     paths = sorted((ROOT / "tests" / "goldens").rglob("*.safetensors"))
     return [path for path in paths if "level" not in str(path) or find_spec("zstandard")]
 

@@ -51,14 +51,14 @@ class Elf:
         return strings[offset : strings.index(b"\0", offset)].decode()
 
     def dynamic(self, tag: int) -> list[str]:
-        """Return the texts of a tag of the dynamic section."""
+        """Returns the texts of a tag of the dynamic section."""
         section = self._section(SHT_DYNAMIC)
         if section is None:
             return []
         return [self._text(section, value) for key, value in struct.iter_unpack("<qQ", section.data) if key == tag]
 
     def needed(self) -> list[str]:
-        """Return the libraries that the loader must find."""
+        """Returns the libraries that the loader must find."""
         return self.dynamic(DT_NEEDED)
 
     def needed_versions(self) -> list[Version]:
@@ -78,7 +78,7 @@ class Elf:
         return sorted(found)
 
     def symbols(self) -> list[Symbol]:
-        """Return the global dynamic symbols."""
+        """Returns the global dynamic symbols."""
         section = self._section(SHT_DYNSYM)
         if section is None:
             return []

@@ -49,17 +49,17 @@ class Module:
 
     @property
     def url(self) -> str:
-        """Return its package URL."""
+        """Returns its package URL."""
         return f"pkg:golang/{'stdlib' if self.path == 'std' else self.path}@{self.version}"
 
     @property
     def licences(self) -> list[str]:
-        """Return the SPDX ids of its texts."""
+        """Returns the SPDX ids of its texts."""
         return sorted({name for text in self.texts.values() for name in kinds(text)})
 
 
 def kinds(text: str) -> set[str]:
-    """Return the SPDX ids of the licences in a text; none for a notice or a patent grant."""
+    """Returns the SPDX ids of the licences in a text; none for a notice or a patent grant."""
     words = " ".join(text.split())
     found = {name for name, (has, lacks) in KNOWN.items() if has in words and not (lacks and lacks in words)}
     # The three-clause text contains the two-clause one.
@@ -67,7 +67,7 @@ def kinds(text: str) -> set[str]:
 
 
 def linked(root: Path, go: str, tags: str, env: dict[str, str]) -> list[Module]:
-    """Return the modules of the library that is built from root, sorted by path."""
+    """Returns the modules of the library that is built from root, sorted by path."""
 
     def ask(*words: str) -> str:
         return subprocess.run([go, *words], cwd=root, env=env, stdout=subprocess.PIPE, text=True, check=True).stdout
@@ -89,7 +89,7 @@ def linked(root: Path, go: str, tags: str, env: dict[str, str]) -> list[Module]:
                 break
     modules = sorted(found.values(), key=lambda one: one.path)
     version, goroot = ask("env", "GOVERSION", "GOROOT").split("\n")[:2]
-    own = texts_in(Path(goroot), Path(goroot)) or found["golang.org/x/sys"].texts  # the same text
+    own = texts_in(Path(goroot), Path(goroot)) or found["golang.org/x/sys"].texts  # both have the same text
     modules.append(Module("std", version.removeprefix("go").split("-")[0], own))
     for one in modules:
         unknown = [name for name, text in one.texts.items() if LICENCE.match(name.rpartition("/")[2]) and not kinds(text)]
@@ -99,7 +99,7 @@ def linked(root: Path, go: str, tags: str, env: dict[str, str]) -> list[Module]:
 
 
 def texts_in(folder: Path, top: Path) -> dict[str, str]:
-    """Return the texts in a folder, by their paths relative to top."""
+    """Returns the texts in a folder, by their paths relative to top."""
     return {
         path.relative_to(top).as_posix(): path.read_text(encoding="utf-8", errors="replace").strip() + "\n"
         for path in sorted(folder.iterdir())
@@ -108,7 +108,7 @@ def texts_in(folder: Path, top: Path) -> dict[str, str]:
 
 
 def notices(modules: list[Module]) -> str:
-    """Return all texts, each once, after a list of the modules that have it."""
+    """Returns all texts, each once, after a list of the modules that have it."""
     owners: dict[str, list[str]] = {}
     for one in modules:
         for name, text in sorted(one.texts.items()):
@@ -120,12 +120,12 @@ def notices(modules: list[Module]) -> str:
 
 
 def expression(own: str, modules: list[Module]) -> str:
-    """Return the SPDX expression of the project and all modules."""
+    """Returns the SPDX expression of the project and all modules."""
     return " AND ".join(sorted({own, *(name for one in modules for name in one.licences)}))
 
 
 def bill(name: str, version: str, own: str, modules: list[Module], root: Path, suffix: str = "") -> str:
-    """Return the bill of materials in CycloneDX 1.6. It is reproducible. suffix: of the names of the GPU modules."""
+    """Returns the bill of materials in CycloneDX 1.6. It is reproducible. suffix: of the names of the GPU modules."""
     url = f"pkg:pypi/{name}@{version}"
     sums = dict(re.findall(r"^(\S+ \S+) (h1:\S+)$", (root / "go.sum").read_text(encoding="utf-8"), re.M))
     components: list[dict[str, Any]] = []

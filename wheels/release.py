@@ -1,4 +1,4 @@
-"""Build and check the files of a release, without uploading them:
+"""Builds and checks the files of a release, without uploading them:
 
     python wheels/release.py [--rehearse] --twine TWINE DIR
     python wheels/release.py --reproduce DIR
@@ -40,23 +40,23 @@ ARCHITECTURES: dict[str, dict[str, str]] = {
 
 
 def ask(root: Path, *command: str) -> str:
-    """Return the output of a command. Raise CalledProcessError if it fails."""
+    """Returns the output of a command. Raises CalledProcessError if it fails."""
     return subprocess.run(command, cwd=root, stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
 
 
 def version_of(root: Path) -> str:
-    """Return the version in the sources."""
+    """Returns the version in the sources."""
     found = re.search(r'^const Version = "(.*)"$', (root / "gosrc/cli/cli.go").read_text(encoding="utf-8"), re.M)
     return found[1] if found else ""
 
 
 def unclean(root: Path) -> list[str]:
-    """Return the differences between the tree and the commit."""
+    """Returns the differences between the tree and the commit."""
     return [f"the tree is not clean: {line}" for line in ask(root, "git", "status", "--porcelain").splitlines()]
 
 
 def unready(root: Path) -> list[str]:
-    """Return the reasons why a commit cannot be released."""
+    """Returns the reasons why a commit cannot be released."""
     version = version_of(root)
     wrong = []
     if f"v{version}" not in ask(root, "git", "tag", "--points-at", "HEAD").split():
@@ -74,7 +74,7 @@ def unready(root: Path) -> list[str]:
 
 
 def incomplete(out: Path, tracked: Iterable[str], version: str) -> list[str]:
-    """Return the missing archives of a folder, and the missing contents of archives."""
+    """Returns the missing archives of a folder, and the missing contents of archives."""
     wrong = []
     for architecture in ARCHITECTURES:
         found = list(out.glob(f"overwire-{version}-*_{architecture}.whl"))
@@ -102,31 +102,31 @@ def incomplete(out: Path, tracked: Iterable[str], version: str) -> list[str]:
 
 
 def parts(bill: bytes) -> set[str]:
-    """Return the modules that a bill of materials lists; each architecture has its own kernels."""
+    """Returns the modules that a bill of materials lists; each architecture has its own kernels."""
     return {part["bom-ref"] for part in json.loads(bill or b"{}").get("components", []) if part["type"] == "library"}
 
 
 def sums(out: Path) -> str:
-    """Return the hashes of a folder's archives in the format of sha256sum."""
+    """Returns the hashes of a folder's archives in the format of sha256sum."""
     files = sorted([*out.glob("overwire-*.whl"), *out.glob("overwire-*.tar.gz")])
     return "".join(f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}\n" for path in files)
 
 
 def step(what: str, wrong: list[str]) -> None:
-    """Print the result of a step. Exit if it failed."""
+    """Prints the result of a step. Exits if it failed."""
     print(f"{'FAIL' if wrong else 'ok  '} {what}", *wrong, sep="\n     ", flush=True)
     if wrong:
         sys.exit(1)
 
 
 def ran(*command: str | Path, **env: str) -> list[str]:
-    """Run a command in the tree. Return its error, if any."""
+    """Runs a command in the tree. Returns its error, if any."""
     done = subprocess.run([str(word) for word in command], cwd=ROOT, env=os.environ | env, check=False)
     return [f"{' '.join(map(str, command))}: exit status {done.returncode}"] if done.returncode else []
 
 
 def built(out: Path) -> list[str]:
-    """Build the sdist and the wheels in a folder. Return errors."""
+    """Builds the sdist and the wheels in a folder. Returns errors."""
     wrong = ran(sys.executable, ROOT / "wheels/build.py", out)
     for architecture, env in ARCHITECTURES.items():
         if env and not wrong:
@@ -140,7 +140,7 @@ def built(out: Path) -> list[str]:
 
 
 def release(out: Path, twine: Path, rehearse: bool) -> None:
-    """Run all steps of a release except the upload."""
+    """Runs all steps of a release except the upload."""
     version = version_of(ROOT)
     step(f"overwire {version}, {ask(ROOT, 'git', 'describe', '--always', '--dirty')}: a clean tree", unclean(ROOT))
     if rehearse:
@@ -160,14 +160,14 @@ def release(out: Path, twine: Path, rehearse: bool) -> None:
 
 
 def tracked() -> list[str]:
-    """Return the files of the commit that an sdist must contain."""
+    """Returns the files of the commit that an sdist must contain."""
     top = ("bench", "cuda", "docs", "examples", "gosrc", "python", "tests", "wheels")
     names = ask(ROOT, "git", "ls-files").splitlines()
     return [name for name in names if "/" not in name or name.startswith(tuple(f"{folder}/" for folder in top))]
 
 
 def reproduce(out: Path) -> None:
-    """Build the commit in two folders, and compare the files."""
+    """Builds the commit in two folders, and compares the files."""
     with tempfile.TemporaryDirectory(prefix="overwire-") as t:
         made = []
         for name, cache in (("first", None), ("the second, elsewhere", Path(t, "cache"))):

@@ -20,7 +20,7 @@ def run_child(
     program: str, folder: Path, device: str, kind: str, *, loud: bool = False
 ) -> tuple[dict[str, Any] | None, bool]:
     """Runs `program --child KIND` and returns the result that it prints after RESULT, or None, and whether it
-    succeeded. Its output is shown if it failed, printed no result, or is loud."""
+    succeeded. The program's output is shown if it failed or printed no result, or if loud is set."""
     command = [sys.executable, program, "--dir", str(folder), "--device", device, "--child", kind]
     child = subprocess.run(command, env=os.environ | QUIET, capture_output=True, text=True, timeout=200)
     results = [json.loads(line[7:]) for line in child.stdout.splitlines() if line.startswith("RESULT ")]

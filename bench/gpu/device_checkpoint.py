@@ -31,7 +31,7 @@ FOLDER, SIZE, RANKS = Path(sys.argv[1]), int(float(sys.argv[2]) * 1e9), int(os.e
 
 
 def state_of(rank: int) -> dict[str, Any]:
-    """Returns bf16 weights, a fifth of the bytes, and two fp32 moments of each, sharded over the ranks."""
+    """Returns bf16 weights (a fifth of the bytes) and two fp32 moments for each weight, sharded over the ranks."""
     torch.manual_seed(1)
     rows = max(RANKS, SIZE // 10 // 40 // 4096)
     out: dict[str, Any] = {"model": {}, "optimizer": {}}

@@ -6,7 +6,7 @@ It compares bytes first and then prints a table of GB/s.
 
 A GPU with a coherent link (Grace, DGX Spark) always loads in place, so both columns measure the same there. Other GPUs
 load in place on request, over PCI Express. That shows that the mode is correct, but not how fast it is over a coherent
-link. The exit status is 1 if a byte is wrong, or if a load used another mode than requested.
+link. The exit status is 1 if a byte is wrong, or if a load did not use the requested mode.
 """
 
 from __future__ import annotations

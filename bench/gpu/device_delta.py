@@ -2,8 +2,8 @@
 
     python bench/gpu/device_delta.py [--size 16GB] [--tensors 291] [--chain 10000] [--repeat 5]
 
-1 % or 4.5 % of the bf16 weights change by one step of the last bit. The baselines, measured in the same run, are a copy
-on the device, which reads and writes each byte, and a copy of the delta's bytes from pinned memory.
+1 % or 4.5 % of the bf16 weights change by one unit in the last place. The baselines, measured in the same run, are a
+copy on the device, which reads and writes each byte, and a copy of the delta's bytes from pinned memory.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def breakdown(
 
 
 def stepped(base: dict[str, Any], share: float) -> dict[str, Any]:
-    """Raises a share of the weights by one step of the last bit."""
+    """Raises a share of the weights by one unit in the last place."""
     new = {}
     for name, tensor in base.items():
         bits = tensor.view(torch.int16).clone()

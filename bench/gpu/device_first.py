@@ -6,7 +6,7 @@
 
 --build: a name, and the folder of the package with its engine. Each load runs in a new fork of a process that has
 imported torch, and rows run in random order. A fork imports its loader and creates the CUDA context, then loads the
-file twice. Modules that the first call imports are part of its time. In the round before the first, the tensors of
+file twice. Modules that the first call imports are part of its time. In a round before the first one, the tensors of
 both loads are compared with the plain file, and nothing is timed.
 
 --states: what a first load of --state-size waits for. Each fork first does a part of the work: nothing, importing
@@ -158,7 +158,7 @@ def measure_loads(args: argparse.Namespace, report: Report, files: dict[str, Pat
     runs: dict[Any, list[dict[str, Any]]] = {row: [] for row in rows}
     failed = set()
     first_number = -1 if args.compares and cores == args.cores[0] else 0
-    with contextlib.suppress(KeyboardInterrupt):  # what was measured until then is reported
+    with contextlib.suppress(KeyboardInterrupt):  # the results so far are reported
         for number in range(first_number, max(args.rounds, args.peer_rounds)):
             for row in random.sample(rows, len(rows)):
                 _, folder, peer, kind = row

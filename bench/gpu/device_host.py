@@ -2,9 +2,9 @@
 
     PYTHONPATH=python python bench/gpu/device_host.py [--size 8] [--rounds 3] [--device cuda] [--folder /dev/shm]
 
---size is the GB of generated bf16 weights. Each load runs in a process of its own, which has imported torch and used
-the device before its clock starts. The kinds alternate, and all loads of one format must have the same digests. The
-exit status is 1 if they differ, or if a load did not come from where it should. InstantTensor is measured if it is
+--size is the GB of generated bf16 weights. Each load runs in a separate process, which has imported torch and used the
+device before the clock starts. The kinds alternate, and all loads of one format must have the same digests. The
+exit status is 1 if they differ, or if a load read from the wrong place. InstantTensor is measured if it is
 installed. "attach" is the time from the call of safe_open to the bytes of the smallest tensor, on the host.
 """
 

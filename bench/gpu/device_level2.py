@@ -2,7 +2,8 @@
 
     PYTHONPATH=python python bench/gpu/device_level2.py [--size 16] [--rounds 5] [--folder /dev/shm/overwire-level2]
 
-The pool is made with the driver's calls of vLLM's allocator: each of a Llama's tensors has its own reserved addresses,
+The pool is made with the same driver calls as in vLLM's allocator: each of a Llama's tensors has its own reserved
+addresses,
 which are mapped to new physical memory when the pool wakes. --size is the GB of bf16 weights. Each round puts the pool
 to sleep and wakes it as vLLM's worker does, and compares every byte. For comparison, it times copies of as many bytes
 from pinned memory, `overwire.load_file` of the same weights, and level 1. The exit status is 1 if a byte is wrong, if
@@ -102,7 +103,7 @@ class Pool:
         self._handles.clear()
 
     def equals(self, tensors: dict[str, torch.Tensor]) -> bool:
-        """Returns whether every byte is that of the tensors."""
+        """Returns whether every byte equals that of the original tensors."""
         return all(
             torch.equal(memory.view(torch.uint8)[: tensor.nbytes], tensor.reshape(-1).view(torch.uint8))
             for memory, tensor in zip(self.tensors.values(), tensors.values(), strict=True)

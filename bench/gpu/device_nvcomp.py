@@ -1,5 +1,5 @@
-"""Compares nvCOMP with overwire on a machine with a GPU: each decodes what the other encodes, at sizes around a
-chunk's.
+"""Compares nvCOMP with overwire on a machine with a GPU: each decodes what the other encodes, at sizes close to the
+size of a chunk.
 
     python bench/gpu/device_nvcomp.py [--wheels FOLDER] [--only LZ4,Zstd] [--json]
 
@@ -12,8 +12,8 @@ the GPU, overwire on the CPU.
 
 The result of a case is "ok", "-" if nvCOMP cannot decode its own stream or refuses to encode, or a description of the
 error. Each algorithm runs in a separate process. A case that ends the process, breaks the device's context, or hangs
-for 20 seconds has failed, and the rest continues. The exit status is 1 if a case failed, and 0 with a message if nvCOMP
-or a GPU is missing. It takes about a minute.
+for 20 seconds counts as failed, and the other cases continue. The exit status is 1 if a case failed, and 0 with a
+message if nvCOMP or a GPU is missing. It takes about a minute.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ Case = tuple[str, Callable[[], str]]
 
 
 def said(why: str) -> None:
-    """Prints a result for the running case in case the process ends. "" cancels it."""
+    """Prints the result that counts if the running case ends the process. "" cancels it."""
     print(json.dumps([None, why]), flush=True)
 
 
@@ -104,7 +104,7 @@ def cases(theirs: Theirs, algorithm: str, sizes: list[int]) -> Iterator[Case]:
         try:
             stored = theirs.encode(algorithm, kind, plain, **options)
             if bytes(theirs.decode(algorithm, kind, stored, **options)) != plain:
-                return "- wrong on its own streams too"
+                return "- also wrong on its own streams"
         except Exception as error:
             return f"- {error}"
         said("")
@@ -172,7 +172,7 @@ def checksums(theirs: Theirs, ours: Theirs, algorithm: str, size: int) -> str:
         ours.decode(algorithm, "native", bytes(damaged), **verify)
     except Exception:
         return "ok"
-    return "a changed byte went unseen"
+    return "a changed byte was not detected"
 
 
 def child(args: argparse.Namespace) -> int:

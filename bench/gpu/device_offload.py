@@ -248,7 +248,7 @@ def run_model(kind: str, layers: int, repeat: int, ways: list[str]) -> bool:
     best = min((rows[way].seconds for way in PEERS if way in rows and rows[way].equal), default=None)
     if best and "overwire" in rows:
         aim = " (aim 3)" if kind == "llama" else ""
-        print(f"{kind}: {best / rows['overwire'].seconds:.2f} x the best peer whose outputs are equal{aim}", flush=True)
+        print(f"{kind}: {best / rows['overwire'].seconds:.2f} x the best peer with equal outputs{aim}", flush=True)
     return all(rows[way].equal for way in rows if way in OURS)
 
 

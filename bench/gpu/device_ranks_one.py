@@ -7,9 +7,9 @@ load, stream and fill modules with whole tensors, tensor-parallel slices and col
 plain. Each tensor is compared byte for byte with a plain load by one rank. Then one rank raises during a load, and one
 is killed. The others must report that within seconds and load again.
 
-At the end a table shows the slowest rank's time in the best of three loads, the same with torch.distributed (gloo,
-through the CPU) and without exchange. The baselines are pinned copies by all ranks at the same time and by one rank.
-The exit status is 0 if all was right. On one GPU all ranks share one link, so the rates say little.
+At the end a table shows the slowest rank's time in the best of three loads: with mapped memory, with torch.distributed
+(gloo, through the CPU), and without exchange. The baselines are pinned copies by all ranks at the same time and by one
+rank. The exit status is 0 if everything was correct. On one GPU all ranks share one link, so the rates say little.
 
 Each step prints its name and start time, and after 15 seconds the stacks of its threads. `--limit` bounds the whole
 run: then every rank prints its stacks and is killed. All ranks end with this process.

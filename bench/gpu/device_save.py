@@ -24,7 +24,7 @@ START = time.monotonic()
 
 
 def model(total: int) -> dict[str, Any]:
-    """Returns 290 bf16 tensors as in a transformer, of about total bytes."""
+    """Returns 290 bf16 tensors as in a transformer, with about `total` bytes."""
     torch.manual_seed(1)
     rows = total // (2 * 4096 * 145)
     tensors: dict[str, Any] = {}

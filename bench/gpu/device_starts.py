@@ -7,12 +7,12 @@
 
 One process per rank imports vLLM while others make the files, and then starts each model with each format in turn,
 --repeat times. The parts are vLLM's import, creating the modules, loading the weights (including recording the model's
-own loader), processing, the checks of prepared state before and after, and Python's garbage collections, two per start
-by vLLM. Ranks begin a start together, and each part is that of the slowest rank. The digest of every parameter on each
-rank must equal that of vLLM's own safetensors format.
+own loader), processing, the checks of prepared state before and after, and Python's garbage collections (vLLM runs two
+per start). Ranks begin a start together, and each part is that of the slowest rank. The digest of every parameter on
+each rank must equal that of vLLM's own safetensors format.
 
 vLLM's kernels are not needed. If they cannot be imported, an empty module replaces them and nothing is generated. A
-format with a missing package is left out with a message. Medians are printed last. The kind prepared is overwire with
+format with a missing package is left out with a message. Medians are printed last. The kind `prepared` is overwire with
 prepared state: a first start, which writes it, and later ones.
 """
 

@@ -11,8 +11,8 @@ import device_vllm as base
 
 
 def compare_tokens(args: argparse.Namespace) -> None:
-    """Runs vLLM's engine in this process. Each format must give the same tokens, and vLLM's dummy weights other ones,
-    so that equal tokens prove something."""
+    """Runs vLLM's engine in this process. Each format must give the same tokens. vLLM's dummy weights must give
+    different tokens, because equal tokens would otherwise prove nothing."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     lacks_kernels = starts.without_kernels()
     from vllm import LLM, SamplingParams
@@ -42,7 +42,7 @@ def compare_tokens(args: argparse.Namespace) -> None:
         name = f"{turn} {kind}"
         tokens[name] = [list(each.outputs[0].token_ids) for each in every]
         print(f"  {name}: generated {tokens[name]}", flush=True)
-        if form == "prepared":  # the engine is still writing it, and the next start uses it
+        if form == "prepared":  # the engine is still writing the state that the next start uses
             from overwire.integrations.vllm import prepared
 
             prepared.finish_writing()

@@ -16,7 +16,7 @@ import sys as _sys
 
 from ._imports import lazy_names as _lazy_names
 
-if "t" in _sys.abiflags:  # a free-threaded CPython cannot find the engine: it looks for no stable-ABI files
+if "t" in _sys.abiflags:  # a free-threaded CPython cannot find the engine, because it ignores stable-ABI files
     raise ImportError(
         "overwire does not support free-threaded CPython, which has no stable ABI: use the standard build of CPython"
     )

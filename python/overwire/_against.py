@@ -35,8 +35,8 @@ def _is_same(a: Any, b: Any) -> bool:
 
 
 def compare_with_safetensors(model: Path, plain: Path) -> tuple[int, list[str]]:
-    """Returns how many tensors were compared, and a line for each difference. Both arguments are files or folders.
-    One tensor of each side is in memory at a time."""
+    """Returns how many tensors were compared, and a line for each difference. Both arguments are files or folders. One
+    tensor of each model is in memory at a time."""
     from safetensors import safe_open
 
     import overwire as ow

@@ -43,7 +43,7 @@ def _parse_arguments(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     args = parser.parse_args(words)
     try:
-        args.bytes = parse_size(args.size, "--size")  # 0: the default
+        args.bytes = parse_size(args.size, "--size")  # 0 means the default
     except ValueError as error:
         parser.error(str(error))
     if args.repeat < 1 or args.ranks != "auto" and not (args.ranks.isdigit() and 1 <= int(args.ranks) <= 64):

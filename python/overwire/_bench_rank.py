@@ -163,7 +163,7 @@ class _Rank:
                 # The rate counts tensor bytes. The ranks together read the file once.
                 rate = self.bytes / seconds / 1e9
                 self.say(row=f"floor: {_title_of(name)}, {who}", all=rate, stored=size / seconds / 1e9, cpu=cpu)
-                self.floors.setdefault(name, rate)  # the limit is the first: each rank reads its part
+                self.floors.setdefault(name, rate)  # the first of the two is the limit: each rank reads its part
 
     def add_row(self, title: str, load: Callable[[], dict[str, Any]], shard: Any, floor: float) -> None:
         """Collective: checks a load's tensors, then times it."""

@@ -211,7 +211,7 @@ def _save_twice(name: str, plain: Path, device: str, folder: Path) -> dict[str, 
 
 
 def measure_saves(plain: Path, device: str, folder: Path, names: str, run: Run) -> list[dict[str, Any]]:
-    """Measures the saves whose name contains one of the comma-separated `names`. run: runs a function in a fork."""
+    """Measures the saves with names that contain one of the comma-separated `names`. run: runs a function in a fork."""
     rows = []
     for name, (_, _, package) in _WAYS.items():
         if package and importlib.util.find_spec(package) is None:

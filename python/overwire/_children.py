@@ -11,7 +11,7 @@ _LEAVE_FOLDER = "import sys; sys.path[:1] == [''] and sys.path.pop(0); "
 
 def code_command(code: str, *words: str) -> list[str]:
     """Returns the command that runs Python code with arguments."""
-    begins_here = "" in sys.path or os.getcwd() in sys.path  # this process also imports from it
+    begins_here = "" in sys.path or os.getcwd() in sys.path  # whether this process also imports from the working folder
     return [sys.executable, "-c", code if begins_here else _LEAVE_FOLDER + code, *words]
 
 

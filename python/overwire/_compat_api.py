@@ -1,7 +1,7 @@
 """Collects internal functions for the drop-ins of `compat` and for `integrations`.
 
-They are not part of the public interface. Each is imported on first use. A test holds the list, which may only become
-shorter: a drop-in uses public names.
+They are not part of the public interface. Each is imported on first use. A test has the same list, which may only
+become shorter, because drop-ins should use public names.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ class _Exiting:
 
     def hold_daemon(self) -> None:
         if _thread.get_ident() != self._thread:
-            # CPython aborts if a thread prints an exception while stderr is torn down. Block until the process ends.
+            # CPython aborts if a thread prints an exception while stderr is torn down. So block until the process ends.
             lock = _thread.allocate_lock()
             lock.acquire()
             lock.acquire()
@@ -74,7 +74,7 @@ class _Exiting:
         if name == "free":
             return lambda *args: None  # finalizers have nothing left to free
         if name == "forked":
-            return bool  # False
+            return bool  # bool() returns False
 
         def refuse(verb: str, *rest: Any) -> Any:
             if verb in ("cancel", "gpu_stream_free"):
@@ -100,7 +100,7 @@ def open_library() -> Any:
             import atexit
 
             _refuse_few_descriptors()
-            threads = 2 * len(os.sched_getaffinity(0)) + 8  # the engine's first threads, and some spare
+            threads = 2 * len(os.sched_getaffinity(0)) + 8  # the engine's first threads, and some in reserve
             _refuse_small_address_space(threads)
             _refuse_few_threads(threads)
             from . import _core as raw
@@ -125,7 +125,7 @@ def _refuse_small_address_space(threads: int) -> None:
     asked = _START_SPACE + threads * (stack if 0 < stack < 64 << 20 else 8 << 20)
     if _is_space_free(asked + threads * _ARENA):
         return
-    # With one arena per thread, glibc would leave no space for the stacks of further threads.
+    # With one arena per thread, glibc would leave no address space for the stacks of later threads.
     import ctypes
 
     if set_option := getattr(ctypes.CDLL(None), "mallopt", None):  # not every C library has arenas
@@ -134,8 +134,8 @@ def _refuse_small_address_space(threads: int) -> None:
         from . import errors
 
         raise errors.OutOfMemoryError(
-            f"overwire: start the engine: out of memory: host: it reserves {asked} bytes of address space, and this "
-            f"process is limited to {limit}: raise `ulimit -v`",
+            f"overwire: start the engine: out of memory: host: the engine reserves {asked} bytes of address space, but "
+            f"this process is limited to {limit}: raise `ulimit -v`",
             asked=asked,
             total=limit,
             device="host",
@@ -173,8 +173,8 @@ def _refuse_few_threads(threads: int) -> None:
         from . import errors
 
         raise errors.OutOfMemoryError(
-            f"overwire: start the engine: out of memory: host: it needs {threads} threads, and this process can only "
-            f"start {left}: raise {limit}",
+            f"overwire: start the engine: out of memory: host: the engine needs {threads} threads, but this process "
+            f"can only start {left}: raise {limit}",
             device="host",
         )
 
@@ -409,7 +409,7 @@ def cli(argv: Sequence[str], names: dict[str, str] | None = None, kinds: dict[st
         try:
             core().wait(job, 30.0)  # enough on a busy machine; a second Ctrl-C ends the wait
         except (errors.OverwireError, KeyboardInterrupt):
-            pass  # the cancelled job's error, or a second signal
+            pass  # the job's error after the cancel, or a second signal
         if signals:
             signal.signal(signals[0], signal.SIG_DFL)
             os.kill(os.getpid(), signals[0])
@@ -468,7 +468,7 @@ def forked() -> bool:
 
 def refuse_child(what: str) -> None:
     """Raises ForkedError in a forked child. what: the message up to "the process that this one was forked from"."""
-    if forked():  # check before taking a lock: a thread of the parent may hold it
+    if forked():  # check before taking a lock, because a thread of the parent may have held it during the fork
         from .errors import ForkedError
 
         raise ForkedError(f"{what} the process that this one was forked from")

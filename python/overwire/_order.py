@@ -76,7 +76,7 @@ def await_saves(request: Mapping[str, Any]) -> None:
 
 
 def await_path(path: str) -> None:
-    """Does the work of `await_saves` for one path."""
+    """Like `await_saves`, for one path."""
     while _savers:
         with lock:
             earlier = _saver_of(_keys_of(path))
@@ -86,7 +86,7 @@ def await_path(path: str) -> None:
 
 
 def await_all() -> None:
-    """Waits for all background saves, for commands whose paths are not known here. Raises
+    """Waits for all background saves, for commands with paths that are not known here. Raises
     the error of a failed save unless it was raised before."""
     while _savers:
         with lock:

@@ -66,7 +66,7 @@ def _rewrite(words: list[str]) -> int:
     ]
     outputs = [word for before, word in zip(words, words[1:], strict=False) if before in ("-o", "--output")]
     outputs += [word.partition("=")[2] for word in words if word.startswith(("--output=", "-o="))]
-    if not sources or not outputs:  # the engine reports what is missing
+    if not sources or not outputs:  # the engine reports which argument is missing
         return _run_engine(words, [])
     with plain_models([words[at] for at in sources], local(outputs[0])) as (plain, remainder):
         names = names_of(plain, [words[at] for at in sources])

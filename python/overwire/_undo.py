@@ -1,4 +1,4 @@
-"""Context managers that undo work after an exception, or keep the exception."""
+"""Provides context managers that undo work after an exception, or keep the exception."""
 
 import sys
 from functools import partial
@@ -11,11 +11,12 @@ class after_error(partial[object]):
     raises the exception.
 
     Signal handlers such as that of Ctrl-C are delayed until the function has returned. If one raises an exception just
-    before or after the block, the function runs when this object is dropped. Nothing can interrupt the constructor of
-    `partial`.
+    before or after the block, the function runs when this object is dropped. The class derives from `partial` because
+    signal handlers cannot run inside its constructor, which is written in C.
 
-    If the function raises an Exception, the block's exception is still raised, with the traceback of the second in its
-    notes. Python drops GeneratorExit, which closes a generator, so there the second is raised. If Ctrl-C comes while
+    If the function raises an Exception, the block's exception is still raised, with the function's traceback in its
+    notes. If the block's exception is GeneratorExit, the function's exception is raised instead, because Python
+    discards GeneratorExit when it closes a generator. If Ctrl-C comes while
     the function runs, KeyboardInterrupt is raised after it, with the block's exception as its context.
 
     The function also runs in a child that was forked inside the block. Functions that change files or jobs must
@@ -32,7 +33,7 @@ class after_error(partial[object]):
             self._is_over = True
             return
         try:
-            if not sys.is_finalizing():  # later, no handler runs, and nothing can be imported
+            if not sys.is_finalizing():  # while Python is finalizing, no handler runs, and nothing can be imported
                 with Undisturbed(ctrl_c=True):
                     self._run_once(error)
         finally:
@@ -71,7 +72,8 @@ def _add_note(error: BaseException, second: BaseException) -> None:
 
 class keep_error:
     """A context manager that keeps an exception in `error` instead of raising it, for code that must do something else
-    first. It can have several blocks, also in several threads; the first exception is kept. GeneratorExit is raised,
+    first. It can be entered several times, even in several threads. It keeps the first exception. GeneratorExit is
+    raised,
     because it must end a generator.
 
     error: an earlier exception, which is kept."""

@@ -1,4 +1,5 @@
-"""Protects CUDA graphs that a program captures from torch calls of overwire, and refuses calls in a capture."""
+"""Prevents overwire's torch calls from invalidating CUDA graphs that a program captures, and refuses calls during a
+capture."""
 
 from __future__ import annotations
 

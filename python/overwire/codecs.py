@@ -65,7 +65,7 @@ class Coded(NamedTuple):
     `memory` is a DLPack capsule of uint8 that owns `nbytes` bytes at `address`. It is None
     if the caller gave an output, if there are no bytes, or if the buffer failed before
     memory was allocated. `error` is the error that `encode` or `decode` would raise; if it is
-    set, the bytes are invalid. `summed` tells whether checksums were compared.
+    set, the bytes are invalid. `summed`: whether checksums were compared.
     """
 
     memory: Any
@@ -109,8 +109,8 @@ def span(source: Any, *, writable: bool = False) -> Span:
     try:
         return Span(*_engine.buffer_of(source, writable))
     except TypeError:
-        pass  # it does not have the buffer protocol
-    except (BufferError, ValueError) as error:  # numpy raises ValueError if it is not dense
+        pass  # it does not support the buffer protocol
+    except (BufferError, ValueError) as error:  # numpy raises ValueError if the array is not dense
         raise ArgumentError(f"overwire: {type(source).__name__}: {error}") from error
     is_dlpack = hasattr(source, "__dlpack__")
     # DLPack's device types 1 and 3: host memory, and pinned host memory.
@@ -192,7 +192,7 @@ def run(
     out: Sequence[Span | None] | None = None,
     sizes: Sequence[int] = (),
 ) -> list[Coded]:
-    """Does the work of `encode`, `decode`, `content_size` and `max_size`. Returns one `Coded`
+    """Implements `encode`, `decode`, `content_size` and `max_size`. Returns one `Coded`
     per source, with that source's error.
 
     `op` is "encode", "decode", "size" or "bound". `out` has an output for each source,

@@ -32,7 +32,7 @@ _KEPT = 256  # maximum number of queued calls
 
 _lock = new_lock()
 _noted: deque[tuple[str, str, str]] = deque()
-_totals: dict[str, dict[str, Any]] = {}  # by function; with the fields of `VerbMetrics`
+_totals: dict[str, dict[str, Any]] = {}  # counters by function; their names are the fields of `VerbMetrics`
 
 
 def _in_child() -> None:
@@ -65,7 +65,7 @@ def add_up() -> dict[str, dict[str, Any]]:
 
 def _add_up() -> None:
     notes: list[tuple[str, str, str]] = []
-    with suppress(IndexError):  # a signal handler may queue a call, or empty the queue
+    with suppress(IndexError):  # a signal handler may queue a call or empty the queue meanwhile
         while True:
             notes.append(_noted.popleft())
     reports: list[Any] = json.loads(f"[{','.join(text or 'null' for _, text, _ in notes)}]")

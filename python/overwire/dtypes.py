@@ -15,7 +15,7 @@ from ._tables import BITS
 PACKED = frozenset(name for name, bits in BITS.items() if bits < 8)
 
 
-# The names in torch, and in numpy with ml_dtypes. The name of F4 is torch's: ml_dtypes only has it unpacked.
+# The names in torch, and in numpy with ml_dtypes. F4 has only torch's name, because ml_dtypes has only an unpacked F4.
 CALLED = {
     "BOOL": "bool",
     "U8": "uint8",
@@ -78,8 +78,8 @@ def nbytes(dtype: str, shape: tuple[int, ...]) -> int:
 def packed_shape(dtype: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     """Returns the shape of a packed tensor viewed as U8.
 
-    The last dimension shrinks to its number of bytes. If its elements do not fill whole
-    bytes, the result is one-dimensional.
+    The last dimension becomes its number of bytes. If the elements of a row do not fill whole bytes, the result is
+    one-dimensional.
     """
     if shape and (shape[-1] * BITS[dtype]) % 8 == 0:
         return (*shape[:-1], shape[-1] * BITS[dtype] // 8)

@@ -226,7 +226,7 @@ def error_of(fields: dict[str, Any]) -> BaseException:
     return error
 
 
-# Maps errno values to classes and to our wording. Other values become an IOFailure.
+# Maps errno values to our error classes and texts. Other values become an IOFailure.
 _OF_SYSTEM = {
     errno.ENOENT: (NotFoundError, "not found"),
     errno.EACCES: (AccessError, "permission denied"),
@@ -257,7 +257,7 @@ def name_tensor(error: OverwireError, name: str) -> None:
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Returns a suggestion to append to a message if a name resembles a known one, else ""."""
-    import difflib  # the import takes a millisecond, and only errors need it
+    import difflib  # imported here, because the import takes a millisecond and only errors need it
 
     near = difflib.get_close_matches(name, known, 1)
     return f"; did you mean {near[0]!r}?" if near else ""

@@ -76,15 +76,16 @@ def lock_file(number: int, path: str, kind: int) -> None:
 
 
 def lock_path(path: str, mode: int, kind: int, claim: Callable[[int], None] = lambda number: None) -> int:
-    """Creates and locks a file whose lock other processes wait for, and returns its descriptor. The process that
-    unlocks it may remove it first. Refuses links. mode: of a new file. kind, and errors: as for `fcntl.flock`. claim:
+    """Creates a lock file if necessary, locks it, and returns its descriptor. A process may remove the file before it
+    releases the lock. Refuses links. mode: the mode of a new file. kind: as for `fcntl.flock`, with the same errors.
+    claim:
     called with the descriptor before it is locked."""
     while True:
         number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
         with after_error(os.close, number):
             claim(number)
             lock_file(number, path, kind)
-            with contextlib.suppress(FileNotFoundError):  # its last holder has just removed it
+            with contextlib.suppress(FileNotFoundError):  # the last holder of the lock has just removed the file
                 if os.path.samestat(os.fstat(number), os.lstat(path)):
                     return number
         os.close(number)
@@ -107,7 +108,7 @@ class AnonymousMemory:
         self.number = os.memfd_create("overwire")
 
     def __del__(self) -> None:
-        if hasattr(self, "number"):  # it is missing if memfd_create failed
+        if hasattr(self, "number"):  # the attribute is missing if memfd_create failed
             os.close(self.number)
 
 
@@ -128,8 +129,8 @@ def number_of(file: Any) -> int | None:
 def read_file(path: str, limit: int | None = None, name: str | None = None) -> bytes:
     """Reads a whole regular file.
 
-    limit: the maximum size in bytes. A larger file raises FormatError, without reading it if its size is known. None:
-        the limit is the machine's memory, and a larger file raises OutOfMemoryError.
+    limit: the maximum size in bytes. A larger file raises FormatError, without reading it if its size is known. None
+    means the machine's memory; a larger file then raises OutOfMemoryError.
     name: the file's name in errors; by default its path.
 
     Raises NotFoundError, AccessError, FormatError for a folder, ArgumentError if it is not a regular file, IOFailure.
@@ -145,7 +146,8 @@ def read_file(path: str, limit: int | None = None, name: str | None = None) -> b
                 block = file.read(min(_STEP, max(size, content.tell()) - content.tell() + (64 << 10)))
                 if block is None:
                     raise IOFailure(
-                        f"overwire: read {name}: it has no data now, and reading it could block forever", source=name
+                        f"overwire: read {name}: it has no data at present, and reading it could block forever",
+                        source=name,
                     )
                 if not block:
                     return content.getvalue()

@@ -51,8 +51,8 @@ class Memory(NamedTuple):
 
 
 class Glance(NamedTuple):
-    """The facts in a bitstream's header: its content bytes, chunk bytes (native streams) and
-    algorithm, or the error that decoding would raise."""
+    """The contents of a bitstream's header: the sizes in bytes of its content and (in native streams) of its chunks,
+    and its algorithm. Or the error that decoding would raise."""
 
     size: int
     chunk: int
@@ -200,7 +200,7 @@ class Batch:
             try:
                 results = _decode_results(_verbs.gpu_wait(self._number, wait))
             except ArgumentError:
-                if self._errors is None:  # otherwise another thread has fetched the errors
+                if self._errors is None:  # if they are set, another thread has fetched the errors
                     raise
                 return self._errors
             if results is None:

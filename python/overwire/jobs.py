@@ -35,7 +35,7 @@ _TICK = 0.1
 # Smaller loads of a single tensor are logged at DEBUG instead of INFO.
 _LARGE = 256 << 20
 
-# The log's words for finished work.
+# The words for finished work in log lines.
 _DONE = {
     "load": "loaded",
     "stream": "streamed",
@@ -49,7 +49,7 @@ _DONE = {
 
 _lock = new_lock()
 _last = "null"
-_has_warned = False  # about GPUDirect Storage
+_has_warned = False  # whether the warning about GPUDirect Storage was logged
 
 
 def _say_once(reason: str) -> None:

@@ -88,8 +88,8 @@ class HostMetrics:
 
 
 class Metrics(dict[str, VerbMetrics]):
-    """The result of `metrics`: a `VerbMetrics` for each function that has run, by name, `cache`, a `CacheMetrics`, and
-    `host`, a `HostMetrics`."""
+    """The result of `metrics`. Maps the name of each function that has run to its `VerbMetrics`. cache: a
+    `CacheMetrics`. host: a `HostMetrics`."""
 
     __module__ = "overwire"
 
@@ -135,7 +135,7 @@ class Metrics(dict[str, VerbMetrics]):
             ("cache_bytes", "Bytes of remote objects, by origin.", _rows_by_origin(one.hit_bytes, one.fetch_bytes)),
             ("cache_away", "Cached objects used while their store could not be reached.", [({}, one.away)]),
             ("cache_evictions", "Objects removed from the cache because of its size limit.", [({}, one.evictions)]),
-            ("host_files", "Files and the host store.", [({"result": result}, n) for result, n in files.items()]),
+            ("host_files", "Host store requests, by result.", [({"result": result}, n) for result, n in files.items()]),
             ("host_hit_bytes", "Bytes of files that came from the host store.", [({}, host.hit_bytes)]),
             ("host_put_bytes", "Bytes of files that were put into the host store.", [({}, host.put_bytes)]),
             ("host_lost", "Models that were read from files because the host store failed.", [({}, host.lost)]),
@@ -184,7 +184,7 @@ def metrics() -> Metrics:
         text = overwire.metrics().prometheus()
     """
     verbs = {verb: VerbMetrics(**counts) for verb, counts in add_up().items()}
-    if not is_loaded() or forked():  # the engine has the other counters
+    if not is_loaded() or forked():  # only the engine has the other counters
         return Metrics(verbs, CacheMetrics(), HostMetrics())
     return Metrics(verbs, CacheMetrics(**_verbs.cache_counts()), HostMetrics(**_verbs.host_counts()))
 

@@ -56,7 +56,7 @@ def local(path: Any) -> str:
         return text
     if is_file(text):
         text = path_of(text)
-    # Leave ".." to the system: after a symbolic link it leads to another folder than its text says.
+    # Leave ".." to the system: after a symbolic link it leads to a different folder than the text suggests.
     try:
         return _from_root(text) if ".." in text.split("/") else os.path.abspath(text)
     except FileNotFoundError:
@@ -104,7 +104,7 @@ def named_errors(names: Mapping[str, str]) -> Iterator[None]:
     try:
         yield
     except OverwireError as error:
-        for plain in sorted(names, key=len, reverse=True):  # /proc/self/fd/1 after /proc/self/fd/12
+        for plain in sorted(names, key=len, reverse=True):  # longest first: one may begin with another
             error.args = tuple(str(text).replace(plain, names[plain]) for text in error.args)
             error.source = error.source and error.source.replace(plain, names[plain])
         raise
@@ -118,7 +118,7 @@ def raise_unless_absent(error: OSError, path: str) -> None:
 
 
 def local_file(path: Any) -> str:
-    """Does the work of `local` for a file that will be written. Raises ArgumentError for a path that ends with /."""
+    """Like `local`, for a file that will be written. Raises ArgumentError for a path that ends with /."""
     target = local(path)
     if os.fsdecode(path).endswith("/"):
         raise ArgumentError(f"overwire: {_shown_path(os.fsdecode(path))} is a folder's name: name a file in it")
@@ -138,8 +138,9 @@ def is_file(uri: str) -> bool:
 
 
 def path_of(uri: str) -> str:
-    """Returns the path of a file:// URI, with its escapes decoded to bytes. Raises ArgumentError for another host, and
-    for a bare ? or #, which some readers treat as the end of the path and others as part of the name."""
+    """Returns the path of a file:// URI, with its escapes decoded to bytes. Raises ArgumentError if it names another
+    host, or has a bare ? or #, because some readers treat these as the end of the path and others as part of the
+    name."""
     from urllib.parse import unquote_to_bytes
 
     host, slash, rest = uri.partition("://")[2].partition("/")

@@ -85,7 +85,7 @@ def test_numpy_round_trip(tmp_path: Path, compress: bool) -> None:
         assert got.dtype == np.asarray(array).dtype.newbyteorder("=") and got.shape == array.shape, name
         assert got.tobytes() == np.ascontiguousarray(array.astype(array.dtype.newbyteorder("="))).tobytes(), name
         assert got.flags.writeable and got.flags.c_contiguous
-        got.reshape(-1)[:1] = 0  # must not fault
+        got.reshape(-1)[:1] = 0  # must not crash
 
 
 def test_plain_files_are_safetensors_own(tmp_path: Path) -> None:

@@ -143,8 +143,8 @@ def test_smaps_is_there() -> None:
 
 
 def test_memory_for_many_tensors_is_dense_and_their_own() -> None:
-    """Tensors for loads to a GPU are created by a cheaper call than torch.empty and are equal to its tensors, each in
-    storage of its exact size."""
+    """Tensors for loads to a GPU are created by a cheaper call than torch.empty. They equal the tensors of torch.empty,
+    and the storage of each has exactly its size."""
     frame = frame_for("pt")
     shapes = [(), (0, 3), (2, 0, 4), (3, 1, 2), (5, 4, 6), (1,), (2, 8)]
     rows = [("", name, shape, 0, 0, 0, -1) for name in ("F32", "BF16", "F8_E4M3", "BOOL") for shape in shapes]
@@ -157,7 +157,7 @@ def test_memory_for_many_tensors_is_dense_and_their_own() -> None:
 
 def test_tensors_share_what_the_driver_is_asked_for(seed: int) -> None:
     """Each tensor is in one group. A group of several tensors stays within its limit, which is higher if all are
-    allocated at once. No two groups would fit into one, except the last, and the smallest comes first. If torch has
+    allocated at once. No two groups would fit into one, except the last. The smallest group comes first. If torch has
     enough free cached memory, each tensor is separate."""
     from overwire.frameworks.torch import _group_sizes, divide_into_batches
 

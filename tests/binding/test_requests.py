@@ -23,7 +23,7 @@ STATE = {"a": torch.arange(10.0), "b": torch.ones(3)}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Makes a folder with a file and a delta for it, and changes to it."""
+    """Makes a folder with a file and a delta for it, and makes that the working folder."""
     path = tmp_path_factory.mktemp("requests")
     before = os.getcwd()
     os.chdir(path)
@@ -105,7 +105,8 @@ WRONG: dict[str, tuple[tuple[Any, ...], tuple[str, ...]]] = {
     )
     for name in names
 }
-# Arguments that mean something else, only count together with another one, or raise another library's errors.
+# Arguments that have a different meaning, have an effect only together with another argument, or raise another
+# library's errors.
 OTHER = {
     ("sleep", "storage_options"),
     ("codecs.encode", "level"),

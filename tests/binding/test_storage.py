@@ -47,7 +47,7 @@ def test_wrong_kinds(options: object) -> None:
 
 
 def test_local_paths_take_none(tmp_path: Path) -> None:
-    """Options for only local paths are an error, unless they are empty."""
+    """Options for local paths raise an error, unless they are empty."""
     path = tmp_path / "a.safetensors"
     numpy = pytest.importorskip("numpy")
     ow.save_file({"x": numpy.zeros(3)}, path, storage_options={})

@@ -396,7 +396,7 @@ class CloseAtLine:
 
 @pytest.mark.parametrize("options", [{}, {"max_memory": 150_000}], ids=["at once", "windows"])
 def test_a_signal_handler_closes_a_stream_within_next(tmp_path: Path, options: dict[str, Any]) -> None:
-    """Whichever line of next the handler interrupts, next returns a right tensor or ends the stream, which stays
+    """Whichever line of next the handler interrupts, next returns the right tensor or ends the stream, which stays
     closed."""
     ow.save_file({f"t{at}": torch.full((300, 100), float(at)) for at in range(4)}, tmp_path / "m")
     at = ends = 0

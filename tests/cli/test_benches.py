@@ -37,7 +37,7 @@ def test_links_have_rows_beside_their_floors(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("how", ["plain", "crc32", "key"])
 def test_tensorizers_files(tmp_path: Path, how: str) -> None:
-    """Our loads of a tensorizer file and tensorizer's own are timed twice each. A wrong byte ends the program."""
+    """Our loads of a tensorizer file and tensorizer's own loads are each timed twice. A wrong byte ends the program."""
     pytest.importorskip("tensorizer")
     tensors = {"a": torch.randn(300, 400).bfloat16(), "b": torch.arange(7), "c": torch.tensor(2.5)}
     path = str(tmp_path / "m.tensors")
@@ -51,13 +51,13 @@ def test_tensorizers_files(tmp_path: Path, how: str) -> None:
 
 
 def test_memory_counts_what_is_beside_the_tensors(tmp_path: Path) -> None:
-    """The memory figure leaves the tensors out. They are much larger than the possible lag of the kernel's counters for
-    a process, a few pages per thread and core."""
+    """The memory figure does not include the tensors. They are much larger than the possible lag of the kernel's
+    counters for a process, which is a few pages per thread and core."""
     file = tmp_path / "large.safetensors"
     ow.save_file({"a": torch.randint(0, 255, (64 << 20,), dtype=torch.uint8)}, file, compress=False)
     row = bench_start.measure_memory("", str(file), "cpu")
     # the ring, and other allocations of the process
-    assert -16 <= row["host memory beside the tensors, MiB"] < 200
+    assert -16 <= row["host memory besides the tensors, MiB"] < 200
 
 
 def test_starts_count_from_the_start_of_the_process(tmp_path: Path) -> None:

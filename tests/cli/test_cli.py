@@ -125,7 +125,8 @@ def test_full_disk(plain: Path):
 
 @pytest.mark.parametrize("number", [1, 2])
 def test_closed_streams(plain: Path, tmp_path: Path, number: int):
-    """A closed standard output is a clear error, and no output file gets its descriptor number."""
+    """If standard output is closed, the command reports a clear error, and no output file gets its descriptor
+    number."""
     small = tmp_path / "small.safetensors"
     done = run("compress", str(plain), "-o", str(small), preexec_fn=functools.partial(os.close, number))
     assert done.returncode == {1: 4, 2: 0}[number] and "Traceback" not in done.stderr
@@ -177,7 +178,7 @@ def test_settings_come_from_the_environment():
 
 
 def test_bench_runs_small():
-    """Every row has a value, and none mentions a goal."""
+    """Every row has a value, and no row has the fields of a goal."""
     report = json.loads(must("bench", "--size", "8MB", "--repeat", "1", "--json"))
     assert {row["group"] for row in report["rows"]} == {"this machine", "size", "save", "load"}
     assert report["estimate"] > 0

@@ -292,8 +292,8 @@ def test_a_bucket(run: Run, tmp_path: Path) -> None:
 
 
 def test_keys(run: Run, tmp_path: Path) -> None:
-    """A safetensors file can be converted to an encrypted .tensors file and back. A key option with an unset variable
-    is an error."""
+    """A safetensors file can be converted to an encrypted .tensors file and back. A key option that names an unset
+    variable causes an error."""
     plain, sealed, key = tmp_path / "a.safetensors", tmp_path / "a.tensors", tmp_path / "key"
     ow.save_file(weights(0), plain, compress=False)
     key.write_bytes(os.urandom(32))

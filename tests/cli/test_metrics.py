@@ -131,8 +131,8 @@ def test_what_cannot_be_opened_is_an_error(tmp_path: Path) -> None:
 
 
 def test_what_caches_do(tmp_path: Path) -> None:
-    """Objects and bytes from a store and from the cache are counted, also those that were served because the store was
-    offline, and shown in the Prometheus text."""
+    """Objects and bytes from a store and from the cache are counted, including those that the cache served because the
+    store was offline. The Prometheus text shows them."""
     (tmp_path / "served").mkdir()
     size = ow.save_file({"a": np.ones((300, 300), "f4")}, tmp_path / "served" / "m.safetensors").bytes_out
     options = {"cache": str(tmp_path / "cache"), "retries": 0}

@@ -32,7 +32,7 @@ from diffusers import AutoencoderKL, DDIMScheduler, DiffusionPipeline, StableDif
 from overwire.compat.safetensors import _lazy  # noqa: E402
 
 diffusers.utils.logging.disable_progress_bar()
-gc.freeze()  # collections now look only at objects of the cases
+gc.freeze()  # garbage collections then examine only the objects of the cases
 MODELS = ("text_encoder", "unet", "vae")
 
 
@@ -231,7 +231,8 @@ def alone(folder: Path) -> None:
                 model = unet(folder / kind / "unet", **how).eval()
             given = torch.ones(1, 4, 8, 8, dtype=model.dtype), 3, torch.ones(1, 5, 16, dtype=model.dtype)
             states.append({name: tensor for name, tensor in model.state_dict().items() if tensor.device.type != "meta"})
-            # Parameters may be at another alignment than in the unpatched load, so results may be rounded differently.
+            # Parameters may have a different alignment than in the unpatched load, so results may be rounded
+            # differently.
             with torch.no_grad():
                 outputs.append(model(*given).sample)
         for output, state in zip(outputs, states, strict=True):
@@ -242,7 +243,7 @@ def alone(folder: Path) -> None:
     with ow.patch_safetensors():
         modeling = sys.modules["diffusers.models.modeling_utils"]
         got = modeling.load_state_dict(next((folder / "packed" / "unet").glob("*.safetensors")))
-        assert all(type(tensor) is torch.Tensor for tensor in got.values())  # as always outside from_pretrained
+        assert all(type(tensor) is torch.Tensor for tensor in got.values())  # no stand-ins outside from_pretrained
         modeling.HF_ENABLE_PARALLEL_LOADING = True  # diffusers' worker threads read the shards
         passes = Passes()
         with passes.counted():

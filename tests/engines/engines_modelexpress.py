@@ -25,7 +25,7 @@ def load(root: Path, port: int) -> None:
     from modelexpress.engines.vllm import adapter, register_modelexpress_loaders
 
     class CudaOnTheHost(CudaAcceleratorBackend):
-        """Never waits, and treats tensors in host memory as its own."""
+        """Replaces ModelExpress's CUDA backend: never waits, and accepts tensors in host memory."""
 
         synchronize = lambda *_: None  # noqa: E731
         current_device = lambda *_: 0  # noqa: E731

@@ -3,8 +3,8 @@
     PYTHONPATH=python:build/engines python tests/engines/engines_offload.py
 
 Each model is loaded by vLLM itself and by overwire with {"offload": ...}, and run by vLLM's own forward. Hidden states
-and logits must be equal, bit for bit. vLLM's compiled attention kernel is not available, so attention is torch's. Other
-operations are vLLM's own in Python. Refusals are tested with one rank, and outputs also with two.
+and logits must be equal, bit for bit. vLLM's compiled attention kernel is not available, so attention is torch's. All
+other operations are vLLM's own Python code. Refusals are tested with one rank, outputs with one and with two.
 """
 
 from __future__ import annotations

@@ -124,7 +124,8 @@ def models(root: Path, log: Log, where: tuple[int, int, int], names: list[str]) 
 
 
 def with_fp8() -> None:
-    """Replaces vLLM's kernels for fp8, which need AMX and compiled code, with a change of the weights' layout."""
+    """Replaces vLLM's kernels for fp8, which need AMX and compiled code, with a function that only changes the weights'
+    layout."""
     from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUFp8BlockScaledMMKernel
     from vllm.model_executor.utils import replace_parameter
 
@@ -239,7 +240,7 @@ def check_failed_starts(path: Path, folder: Path, where: tuple[int, int, int], l
 
 
 def check_hostile_records(path: Path, folder: Path, where: tuple[int, int, int], log: Log) -> None:
-    """A record is refused if it would replace a method with a value or has a further module."""
+    """A record is refused if it would replace a method with a value, or if it has a module that the model lacks."""
     from overwire.integrations.vllm import prepared
 
     find, note = prepared.keep_files.find_file, prepared.keep_files.note_refusal

@@ -320,7 +320,7 @@ class Log:
 
 
 def compare(root: Path, case: str, kind: str, where: Where, starts: Starts, log: Log) -> None:
-    """Loads a model by vLLM itself and by overwire, with its defaults and with its plan."""
+    """Loads a model with vLLM itself and with overwire, by its defaults and with `plan` set."""
     from overwire.integrations.vllm.methods import COPIED
     from vllm.model_executor.model_loader import get_model
 

@@ -73,7 +73,7 @@ def planned(loader: Any, folder: str, tensors: dict[str, torch.Tensor]) -> None:
 
 def updated(base: Path, tensors: dict[str, torch.Tensor]) -> None:
     """SGLang's own updater loads all weights, some weights, a folder that fails, and weights again after the rollback.
-    It asks a loader that has not loaded a model."""
+    The updater's loader has not loaded a model before."""
     from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
 
     at = "model.layers.0.self_attn."

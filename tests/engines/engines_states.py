@@ -94,7 +94,7 @@ def compare_adapters(root: Path, log: kept.Log, where: Where) -> None:
             raise SystemExit(f"with adapters, {words}: {wrong}")
         print(f"  with adapters, {words}: {len(theirs)} tensors equal vLLM's own load", flush=True)
     kept.start(path, root / "prepared", where)
-    log.take("stored prepared state in")  # without adapters it is another state
+    log.take("stored prepared state in")  # without adapters, the state is a different one
 
 
 def load_draft(kind: str, config: Any, target: Any) -> Any:

@@ -68,7 +68,7 @@ def assert_equal(pool: Pool, want: Pool) -> None:
 
 def test_equal_workers_share_one_file(tmp_path: Path) -> None:
     """A pool is restored bit for bit, repeatedly. A worker with the same bytes at other addresses uses the same file.
-    Other bytes, and other files of the model, have another name."""
+    If the bytes or the files of the model are different, the file has a different name."""
     log = Log()
     one, other = make_pool(), make_pool(at=9000)
     images = [stored(tmp_path, one, log=log), stored(tmp_path, other, log=log)]
@@ -128,7 +128,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 @pytest.mark.parametrize("name", DAMAGES)
 def test_wrong_files_are_never_restored(tmp_path: Path, name: str) -> None:
     """If the file was damaged, replaced or removed while the weights slept, waking raises an error. A damaged file is
-    removed, and the next one is good."""
+    removed, and the next file is valid."""
     pool = make_pool()
     image = stored(tmp_path, pool)
     assert image.reason_against(pool) == ""

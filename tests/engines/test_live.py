@@ -75,8 +75,8 @@ def places(model: Fused) -> Places:
 
 
 def test_pushes_land_in_place(tmp_path: Path) -> None:
-    """The loader runs once for pushes of the same tensors. It runs again for other tensors and if a parameter's memory
-    has moved. Parameters keep their memory."""
+    """The loader runs once for pushes of the same tensors. It runs again for different tensors, and if a parameter's
+    memory has moved. Parameters keep their memory."""
     model, publisher = Fused(), Publisher(tmp_path / "pushes")
     into = places(model)
     at = model.qkv.data_ptr()
@@ -107,7 +107,7 @@ def test_a_number_is_loaded_by_each_push(tmp_path: Path) -> None:
 
 
 def test_a_loader_that_computes_is_left_alone(tmp_path: Path) -> None:
-    """A loader that cannot be planned changes nothing, and the caller loads as usual."""
+    """A model that cannot be loaded by slices is not changed, and the caller loads as usual."""
     model, publisher = Fused(), Publisher(tmp_path)
     model.reads = True
     with publisher.push(tensors(1)) as push:
@@ -116,7 +116,7 @@ def test_a_loader_that_computes_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_what_a_push_lacks_is_said_before(tmp_path: Path) -> None:
-    """A loader reports missing weights. A damaged push is an error, and no other loader is tried."""
+    """A loader reports missing weights. A damaged push raises an error, and no other loader is tried."""
     model, publisher = Fused(), Publisher(tmp_path)
 
     def strict(given: Any) -> None:
@@ -151,8 +151,8 @@ def nudged(before: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def test_deltas_land_in_place(tmp_path: Path) -> None:
-    """The first push is whole. So is a push after an error, with other tensors, or by request. A tensor that the model
-    uses twice is changed twice."""
+    """The first push is whole. A push after an error, a push of different tensors, and a push with whole=True are also
+    whole. A tensor that the model uses twice is changed twice."""
     model, publisher = Fused(), Publisher(tmp_path, deltas=True)
     model.whole_o = True
     model.twice = torch.nn.Parameter(torch.zeros(32, 32, dtype=torch.bfloat16), requires_grad=False)
@@ -191,7 +191,7 @@ def test_deltas_land_in_place(tmp_path: Path) -> None:
 
 
 def test_a_delta_needs_a_loader_that_copies(tmp_path: Path) -> None:
-    """A loader that computes is refused with a clear text, and nothing changes."""
+    """A loader that computes is refused with a clear message, and nothing changes."""
     model = Fused()
     model.reads = True
     overwire.save_delta(nudged(tensors(1)), tensors(1), tmp_path / "d.safetensors")

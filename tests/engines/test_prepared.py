@@ -157,8 +157,8 @@ def test_a_model_comes_back_whole(tmp_path: Path) -> None:
 
 
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
-    """A model is refused if some of its tensors share only part of their memory, have no memory, or have other classes,
-    shapes or attributes that only processing sets."""
+    """A model is refused if some of its tensors share only part of their memory, have no memory, or have a class, a
+    shape or attributes that only processing sets."""
     model = Model()
     memory = torch.arange(12.0)
     model.one.table, model.two.table = memory[:8], memory[4:]
@@ -455,7 +455,7 @@ def test_a_tensor_that_the_record_lacks_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_file_that_does_not_load_leaves_nothing(tmp_path: Path) -> None:
-    """A missing or damaged file, or one with other shapes or dtypes, is an error. No file stays open."""
+    """A missing or damaged file, or one with different shapes or dtypes, raises an error. No file stays open."""
     path, record = kept(processed(), tmp_path)
     content = bytearray(Path(path).read_bytes())
     content[8 + int.from_bytes(content[:8], "little") + 300] ^= 1
@@ -490,7 +490,7 @@ def test_a_load_that_is_dropped_keeps_its_memory(tmp_path: Path) -> None:
 
 def test_files_of_others_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If a folder over its limit has other files, for example because the user named a folder of models, they are not
-    removed. Only files named by a fingerprint are."""
+    removed. Only files named by a fingerprint are removed."""
     others = ["model-00001-of-00002.safetensors", "a" * 39 + ".safetensors", "A" * 40 + ".safetensors", ".begun-notes"]
     for name in others:
         (tmp_path / name).write_bytes(bytes(1000))
@@ -571,7 +571,7 @@ def test_what_fails_here_is_no_damage(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_what_passes_is_no_refusal(tmp_path: Path) -> None:
     """If a start fails because threads, memory or descriptors are exhausted, the model is not recorded as one that does
-    not fit. A mismatched model is."""
+    not fit. A mismatched model is recorded."""
     path, record = kept(processed(), tmp_path)
     before = threading.stack_size(1 << 46)  # larger than the address space, so no thread can start
     try:

@@ -87,7 +87,7 @@ def test_columns_that_overlap_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("reads", [False, True])
 def test_small_tensors_that_are_copied_do_not_stop_early_reading(tmp_path: Path, monkeypatch, reads: bool) -> None:
-    """A loader gets scales with their data. Reading starts while it only copies them, and no longer once it computes
+    """A loader gets scales with their data. Reading starts early if it only copies them, but not after it has computed
     with one."""
     monkeypatch.setattr(record_copies, "EARLY", 1)
     tensors = {"a": torch.tensor([2.0]), "b": torch.rand(9, 9), "c": torch.rand(9, 9), "shape": torch.tensor([9, 9])}

@@ -201,7 +201,7 @@ def run(engines: Path, code: str, *arguments: object, fresh: bool = False) -> st
 @pytest.mark.imports_torch
 def test_registration_runs_nothing(engines: Path) -> None:
     """Registration imports neither torch, nor vLLM's loaders, nor the engine, even if repeated. The format is
-    registered once vLLM has imported its loaders, before or after."""
+    registered with vLLM's loaders, whether vLLM imports them earlier or later."""
     code = """
 from overwire.integrations.vllm import register
 register(); register()
@@ -236,7 +236,8 @@ for kind in ("plain", "compressed"):
 
 
 def test_slices_land_in_their_places(engines: Path, model: Path) -> None:
-    """Slices are loaded to where the loader would copy them. A loader that cannot be planned gets tensors."""
+    """Slices are loaded to the destinations to which the loader would copy them. A loader that does more than copy gets
+    tensors."""
     code = """
 import vllm.model_executor.model_loader
 import overwire.integrations.load_plan.copies as copies
@@ -343,7 +344,7 @@ assert torch.equal(made.third, q.view(4, 16, 64)[..., 3:11]) and torch.equal(mad
 
 def test_loads_while_the_loader_runs(engines: Path, model: Path, tmp_path: Path) -> None:
     """Copies are loaded while the loader still runs, as long as it only copies. Whatever it does later, the model is
-    the same as from its own loader. Missing tensors are an error."""
+    the same as one that vLLM loads without overwire. Missing tensors raise an error."""
     code = """
 import shutil, vllm.model_executor.model_loader
 import overwire.integrations.load_plan.copies as copies, overwire.integrations.load_plan.record_copies as record_copies
@@ -409,8 +410,8 @@ for record_copies.EARLY in (1, 1 << 40):
 
 
 def test_chooses_as_vllm_does(engines: Path, model: Path) -> None:
-    """The loader chooses the same tensors as vLLM, with experts of other ranks, unused weights, other patterns,
-    secondary weights and a source."""
+    """The loader chooses the same tensors as vLLM, if there are experts of other ranks, unused weights, other patterns,
+    secondary weights or a source."""
     code = """
 from vllm.model_executor.model_loader import DefaultModelLoader
 def names(extra=None, path=base + "/compressed", **settings):
@@ -524,7 +525,8 @@ assert "model-10.safetensors" in said and "tensor" in said and "chunk" in said, 
 
 def test_the_table_of_quantised_models_is_the_loaders() -> None:
     """docs/vllm-internals.md lists each quantisation method once or by its checkpoints. The methods that it lists as
-    loaded by slices are those of the loader. Those with prepared state are the methods for which vLLM accepts it."""
+    loaded by slices are those in the loader's list. Those with prepared state are the methods for which vLLM accepts
+    it."""
     lines = (ROOT / "docs/vllm-internals.md").read_text(encoding="utf-8").splitlines()
     rows = [row for row in (line.split("|") for line in lines) if len(row) == 7 and "`" in row[2]]
     slices = {name for row in rows if "by slices" in row[3] for name in re.findall(r"`([\w-]+)`", row[2])}

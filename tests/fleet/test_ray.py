@@ -102,8 +102,8 @@ def free_ports(count: int) -> list[int]:
 
 
 def add_node(cluster: Any, number: int) -> Any:
-    """Adds a node with a resource of its own. Ray waits 30 s for a node, and for ports that it chooses itself 15 s,
-    which a busy machine may exceed."""
+    """Adds a node with its own resource. Its ports are given, because Ray waits 30 s for a node but only 15 s for ports
+    that it chooses itself, and a busy machine may need longer."""
     for left in (3, 2, 1, 0):
         try:
             ports = dict(zip(PORTS, free_ports(len(PORTS)), strict=True))
@@ -133,7 +133,8 @@ def setup() -> Iterator[Setup]:
 
 @pytest.mark.parametrize("compress", [True, False])
 def test_once(setup: Setup, compress: bool) -> None:
-    """Nodes that load at once, a second replica and a late node read each byte from the store once in total."""
+    """Nodes that load at the same time, a second replica and a late node read each byte from the store once in
+    total."""
     uri, want, size = setup.model(compress)
     first, second, late = (setup.replica(node) for node in (0, 1, 2))
     other = setup.replica(0)
@@ -165,7 +166,7 @@ def test_lost_owner(setup: Setup) -> None:
 
 
 def test_lost_directory(setup: Setup) -> None:
-    """Loads go on without the directory, and share pieces again once there is a new one."""
+    """Loads continue without the directory, and share pieces again once there is a new one."""
     uri, want, _ = setup.model(False)
     first, second = setup.replica(0), setup.replica(1)
     assert ray.get(first.load.remote(uri, setup.options))[0] == want
@@ -207,7 +208,7 @@ class WrongSums(Directory):
 
 @pytest.mark.parametrize("compress", [True, False])
 def test_wrong_bytes(setup: Setup, compress: bool) -> None:
-    """A piece whose bytes do not match their checksum is dropped for all nodes and read from the store."""
+    """A piece with bytes that do not match their checksum is dropped for all nodes and read from the store."""
     uri, want, _ = setup.model(compress)
     with contextlib.suppress(ValueError):
         ray.kill(ray.get_actor(DIRECTORY, namespace=NAMESPACE))
@@ -233,7 +234,7 @@ def wait_until_gone() -> None:
 
 
 def test_full_store(setup: Setup) -> None:
-    """Loads succeed on nodes whose object stores have no free memory."""
+    """Loads succeed even if Ray's object store has no free memory on a node."""
     uri, want, _ = setup.model(True)
     fill, first, second = setup.replica(1), setup.replica(0), setup.replica(1)
     ray.get(fill.fill.remote(290 * MIB))
@@ -243,7 +244,7 @@ def test_full_store(setup: Setup) -> None:
 
 
 def test_random_faults(setup: Setup) -> None:
-    """Loads return right bytes while processes that own pieces, and the directory, are killed at random."""
+    """Loads return the right bytes while processes that own pieces, and the directory, are killed at random."""
     seed = int(os.environ.get("OVERWIRE_TEST_SEED") or random.randrange(1 << 32))
     print("seed", seed)
     rng = random.Random(seed)
@@ -263,7 +264,7 @@ def test_random_faults(setup: Setup) -> None:
 
 
 def test_prefetch(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nodes that prefetched a model load it without the store, also when the process that called is gone. Options with
+    """Nodes that prefetched a model load it without the store, even after the calling process has ended. Options with
     secrets and unknown nodes are refused."""
     from overwire.integrations.ray import prefetch, release
 

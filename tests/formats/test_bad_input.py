@@ -122,7 +122,7 @@ def test_every_rule_at_every_entry(entry: str, tmp_path: Path) -> None:
         path.write_bytes(base64.b64decode(vector["file"]))
         for lenient in (False, True) if takes and entry not in ("verify", "inspect") else (False,):
             reads = vector["lenient"] if lenient else vector["ours"] == ""
-            if reads and entry == "load_file of an index":  # no writer makes an index of no tensors
+            if reads and entry == "load_file of an index":  # no writer makes an index without tensors
                 reads = bool(ow.load_file(path, framework="bytes", lenient=lenient))
             named = {"lenient": True} if lenient else {}
             try:
@@ -188,7 +188,7 @@ def plain(tmp_path: Path) -> tuple[Path, dict[str, Any]]:
 @pytest.mark.parametrize("compress", [False, True])
 @pytest.mark.parametrize("mmap", [None, False])
 def test_a_file_that_is_cut_off_under_us(plain: tuple[Path, dict[str, Any]], mmap: bool | None, compress: bool) -> None:
-    """Reading a file that was truncated after it was opened is a CorruptError with file and offset. It never returns
+    """Reading a file that was truncated after it was opened raises CorruptError with file and offset. It never returns
     the zeros that a read past the end can give."""
     path, tensors = plain
 
@@ -329,7 +329,7 @@ def _entries_of_paths() -> Iterator[tuple[str, Callable[..., Any]]]:
 @pytest.mark.parametrize("shape", [[0, 1 << 62, 1 << 62], [5, 0, 1 << 31, 1 << 31], [1 << 62, 0, 1 << 62]])
 @pytest.mark.parametrize("framework", ["pt", "np"])
 def test_an_empty_tensor_that_no_framework_holds(tmp_path: Path, shape: list[int], framework: str) -> None:
-    """An empty tensor with a shape that overflows is a typed error with the tensor's name, instead of torch's or
+    """An empty tensor with a shape that overflows raises a typed error with the tensor's name, instead of torch's or
     numpy's error."""
     path = tmp_path / "x.safetensors"
     header = json.dumps({"huge": {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]}}).encode()
@@ -351,13 +351,13 @@ def test_arguments_of_another_type_are_named_as_python_names_them(tmp_path: Path
     weights = {"a": torch.arange(4.0)}
     with pytest.raises(ow.ArgumentError, match=r"level 9: expected 'default' or 'smaller'"):
         ow.save_file(weights, tmp_path / "m.safetensors", level=9)  # type: ignore[arg-type]
-    with pytest.raises(ow.ArgumentError, match=r"x\.gguf: the name is that of another format"):
+    with pytest.raises(ow.ArgumentError, match=r"x\.gguf: the name has the ending of another format"):
         ow.save_file(weights, tmp_path / "x.gguf")
     assert not list(tmp_path.iterdir())
 
 
 def test_damage_of_stored_bytes_has_one_rule(tmp_path: Path) -> None:
-    """A wrong checksum is the same error with the same rule in every function that reads the file."""
+    """A wrong checksum causes the same error with the same rule in every function that reads the file."""
     base = {"a": torch.arange(65536, dtype=torch.float32).sin()}
     ow.save_file(base, tmp_path / "m")
     ow.save_delta({"a": base["a"] + 1}, base, tmp_path / "d")

@@ -217,8 +217,8 @@ class Evil:
 
 
 def test_hostile_descriptions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A description with holes, overlaps, wrong offsets, shapes or dtypes, paths out of the folder, or code to run is
-    an error that names the file and the tensor, and nothing is written."""
+    """A description with holes, overlaps, wrong offsets, shapes or dtypes, paths out of the folder, or code to run
+    raises an error that names the file and the tensor, and nothing is written."""
     monkeypatch.chdir(tmp_path)
     w = torch.arange(12.0).reshape(4, 3)
     equal(ow.load_file(altered(tmp_path, lambda meta: None)), {"w": torch.cat([w, w[2:]])})
@@ -283,8 +283,8 @@ def test_hostile_descriptions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_damaged_folders(tmp_path: Path) -> None:
-    """Changed tensor bytes, truncated files, expanded tensors, and descriptions that are missing or of ranks that saved
-    separately are typed errors that name the file. Unlisted files are in the report."""
+    """Changed tensor bytes, truncated files, expanded tensors, and descriptions that are missing or that ranks saved
+    separately cause typed errors that name the file. Unlisted files are in the report."""
     folder = altered(tmp_path, lambda meta: None)
     file, whole = folder / "__0_0.distcp", (folder / "__0_0.distcp").read_bytes()
     at = whole.index(torch.arange(12.0).numpy().tobytes())
@@ -413,7 +413,7 @@ def weights(tensors: dict[str, Any]) -> bytes:
 
 def test_nemo(tmp_path: Path) -> None:
     """The weights of a .nemo file are read in place, under any member name. Links, tensor parts, false sizes and
-    truncation are typed errors, and nothing is unpacked."""
+    truncation cause typed errors, and nothing is unpacked."""
     path, target = tmp_path / "m.nemo", tmp_path / "m.safetensors"
     want = {"encoder.w": torch.randn(9, 9), "b": torch.ones(3)}
     for name in ("./model_weights.ckpt", "x" * 160 + "/model_weights.ckpt"):
@@ -509,7 +509,7 @@ def test_numpy_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path.write_bytes(whole[:at] + b"\1" + whole[at + 1 :])
     refused(ow.CorruptError, "checksum")
     path.write_bytes(whole[: len(whole) // 2])
-    refused(ow.CorruptError, "a .npz file, cut off or damaged")
+    refused(ow.CorruptError, "a .npz file, truncated or damaged")
     path.write_bytes(b"y" + whole[1 : len(whole) // 2])
     refused(ow.FormatError, "not a .npz file")
     np.savez_compressed(path, a=np.arange(900.0))
@@ -590,7 +590,7 @@ def fuzz(folder: Path, seed: int, rounds: int) -> int:
                 assert str(work) in str(error), (seed, number, kind, error)
                 refused += 1
             except KeyError:
-                assert not found, (seed, number, kind)  # the change left no name of the file
+                assert not found, (seed, number, kind)  # after the change, the file may no longer be recognised
         shutil.rmtree(work)
     return refused
 

@@ -25,7 +25,7 @@ def test_a_part_of_a_checkpoint_is_never_the_whole(tmp_path: Path) -> None:
     os.rename(folder / ".metadata", folder / "__0.metadata")
     equal(ow.load_file(folder), before)
     shutil.copy(folder / "__0_0.distcp", folder / "__1_0.distcp")
-    cases: list[tuple[Path, type[Exception], str]] = [(folder, ow.NotFoundError, "__1_0.distcp is of another rank")]
+    cases: list[tuple[Path, type[Exception], str]] = [(folder, ow.NotFoundError, "__1_0.distcp is another rank's")]
     shutil.copytree(folder, second := tmp_path / "second")
     os.remove(second / "__1_0.distcp")
     torch.save({"w": torch.ones(3)}, second / "pytorch_model.bin")

@@ -106,7 +106,7 @@ def test_types_that_came_later(tmp_path: Path, capfd: pytest.CaptureFixture[str]
 
 
 def test_the_command_line_lists_it(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """`overwire inspect` and `verify` take a GGUF file, also together with other files or from a server, and --html
+    """`overwire inspect` and `verify` take a GGUF file, even together with other files or from a server, and --html
     writes a page. Terminal control characters are never printed."""
     write(tmp_path / "m.gguf", 1, [Type.Q4_K, Type.F16])
     ow.save_file({"a": np.zeros(3, "f4")}, tmp_path / "a.safetensors")

@@ -107,8 +107,8 @@ def test_random_files(tmp_path: Path, seed: int) -> None:
 
 @pytest.mark.parametrize("place", [0, 1, 3, 255, 256, 133119])
 def test_lone_escapes(tmp_path: Path, place: int, seed: int) -> None:
-    """A segment's only escape is found at any position and with any value. Its list begins where the words end,
-    although the bytes after it may also look like a list."""
+    """A segment's only escape is found at any position and with any value. The list of escapes begins where the words
+    end, although later bytes may also look like a list."""
     r = np.random.default_rng(seed + place)
     path, count, escapes = tmp_path / "m.safetensors", 133120, set()
     for rare in (0, place & 0xFF, 3, 91, 200, 255):
@@ -166,7 +166,7 @@ def _fate(load: Any, path: Path) -> dict[str, bytes] | None:
 
 def test_both_readers_refuse_the_same_files(tmp_path: Path, seed: int) -> None:
     """For a container with a changed index and recomputed checksums, both readers give the same tensors or both refuse
-    it. A large count alone does not make them allocate memory."""
+    it. A large count by itself does not make them allocate memory."""
     r, path = random.Random(seed), tmp_path / "m.safetensors"
     values = np.random.default_rng(seed).standard_normal(3000).astype(np.float32)
     ow.save_file({"a": values, "b": values.copy(), "n": np.arange(900), "e": values[:0]}, path)
@@ -235,7 +235,7 @@ def test_both_readers_take_the_same_headers(tmp_path: Path, header: str, is_take
 
 
 def test_both_readers_say_the_same_of_cut_off_files(tmp_path: Path) -> None:
-    """For both readers, a truncated file is a CorruptError and one with extra bytes a FormatError. Tensors without
+    """Both readers raise CorruptError for a truncated file, and FormatError for one with extra bytes. Tensors without
     elements are read as torch tensors."""
     torch = pytest.importorskip("torch")
     path = tmp_path / "m.safetensors"

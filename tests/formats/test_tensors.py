@@ -1,5 +1,5 @@
-"""Tests tensorizer's .tensors files in overwire's own functions. Each library reads what the other writes, and damage
-is reported with the tensor."""
+"""Tests tensorizer's .tensors files in overwire's own functions. Each library reads what the other writes, and verify
+reports damage with the name of the file."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def model(seed: int) -> dict[str, torch.Tensor]:
-    """Returns tensors of every dtype and of odd sizes: an empty one, a scalar, and one over an encryption chunk."""
+    """Returns tensors of every dtype and of odd sizes, a scalar, and one that is larger than an encryption chunk."""
     gen = torch.Generator().manual_seed(seed)
     out = {}
     for i, dtype in enumerate(DTYPES):
@@ -112,7 +112,7 @@ def test_reads_the_reference(tmp_path: Path, encrypted: bool) -> None:
 
 @pytest.mark.parametrize("options", [{"decryption_key": bytes(range(32))}, {"decryption_password": "the secret one"}])
 def test_a_key_for_what_is_not_encrypted(tmp_path: Path, options: dict[str, Any]) -> None:
-    """A key for an unencrypted file is an error in every function, because the caller believes that the file is
+    """A key for an unencrypted file raises an error in every function, because the caller believes that the file is
     encrypted. The error names the file and shows no secret."""
     tensors = {"a": torch.ones(3)}
     plain, packed, open_ = (str(tmp_path / name) for name in ("plain.safetensors", "packed.safetensors", "open.tensors"))
@@ -217,7 +217,7 @@ def test_convert_both_ways(tmp_path: Path) -> None:
 
 
 def test_damage_is_named(tmp_path: Path) -> None:
-    """verify reports the tensor of every flipped bit in records and data. Truncated files are refused."""
+    """verify reports every flipped bit in records and data, with the name of the file. Truncated files are refused."""
     tensors = {"a": torch.arange(10), "b": torch.arange(6).bfloat16()}
     path = tmp_path / "x.tensors"
     ow.save_file(tensors, path)

@@ -116,8 +116,8 @@ def test_every_tensor_comes_over(tmp_path: Path, compress: bool) -> None:
 
 
 def test_a_training_checkpoint(tmp_path: Path) -> None:
-    """A checkpoint's tensors are named by their paths, its numbers become metadata, and objects of classes are reported
-    without creating them."""
+    """A checkpoint's tensors are named by their paths, its numbers become metadata, and objects of other classes are
+    reported but not created."""
     model = torch.nn.Linear(8, 4)
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(1, 8)).sum().backward()
@@ -191,7 +191,7 @@ def rewritten(path: Path, change: Any) -> None:
 
 
 def test_damage_and_lies_are_typed_errors(tmp_path: Path) -> None:
-    """Truncated files, files of another kind, and tensors outside the stored data are errors that name the file."""
+    """Truncated files, files of another kind, and tensors outside the stored data raise errors that name the file."""
     path = tmp_path / "x.pt"
     cases: list[tuple[type[Exception], str]] = []
 
@@ -472,7 +472,8 @@ def test_archives_that_lie_about_their_directory(tmp_path: Path) -> None:
 
 
 def test_a_container_that_holds_itself(tmp_path: Path) -> None:
-    """A dict or list that holds itself has no finite list of names. One that occurs twice does."""
+    """A dict or list that contains itself is refused, because its names would have no end. One that occurs twice is
+    read."""
     twice = {"w": torch.ones(3)}
     loop: dict[str, Any] = {"w": torch.ones(3)}
     loop["part"] = [loop]
@@ -486,8 +487,8 @@ def test_a_container_that_holds_itself(tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_cut_off_while_it_is_read(torch_script: Any, tmp_path: Path) -> None:
-    """A file that is truncated after its directory was read is a CorruptError instead of a crash, whether it happens
-    before the pickle, a strided tensor or a plain one is read."""
+    """If a file is truncated after its directory was read, the next read (of the pickle, a strided tensor or a plain
+    one) raises CorruptError instead of crashing."""
     torch_script("""
 import os, torch, overwire as ow
 from overwire.bundles import torchfiles, torchfolders
@@ -522,7 +523,7 @@ def test_strided_tensors_in_small_reads(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_a_file_that_is_not_opened_is_not_left_out(tmp_path: Path) -> None:
-    """A file that cannot be opened for lack of descriptors is an error, because it may belong to the model."""
+    """A file that cannot be opened for lack of descriptors raises an error, because it may belong to the model."""
     torch.save({"a": torch.arange(9)}, tmp_path / "pytorch_model.bin")
     assert torchfolders.is_torch_model(str(tmp_path / "pytorch_model.bin"))
     free = os.open(os.devnull, os.O_RDONLY)

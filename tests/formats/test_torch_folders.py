@@ -65,8 +65,8 @@ _DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
 
 @pytest.mark.parametrize("damage", _DAMAGES)
 def test_a_folder_leaves_out_no_file_of_weights(tmp_path: Path, damage: str) -> None:
-    """An unreadable weight file in a folder is an error that names the file and its kind, before anything is written or
-    loaded. This holds for usual and other weight names, next to good files, and in a subfolder."""
+    """An unreadable weight file in a folder raises an error that names the file and its kind, before anything is
+    written or loaded. This holds for usual and other weight names, next to good files, and in a subfolder."""
     make, text = _DAMAGES[damage]
     for number, (good, bad) in enumerate([
         ("pytorch_model.bin", "pytorch_model_1.bin"), ("consolidated.00.pth", "consolidated.01.pth"),
@@ -90,7 +90,7 @@ def test_a_folder_leaves_out_no_file_of_weights(tmp_path: Path, damage: str) -> 
 
 
 def test_a_directory_that_is_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An archive with too many entries is an error in a folder, not left out."""
+    """In a folder, an archive with too many entries raises an error instead of being left out."""
     monkeypatch.setattr(zips, "_DIRECTORY", 100)
     (tmp_path / "model").mkdir()
     torch.save({"w": torch.ones(3)}, tmp_path / "model/pytorch_model.bin")
@@ -100,7 +100,7 @@ def test_a_directory_that_is_too_large(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_nothing_of_a_folder_goes_without_a_line(tmp_path: Path) -> None:
     """Other libraries' weights and hidden folders are copied or reported. Files that are nested too deeply, or listed
-    but missing, are an error."""
+    but missing, raise an error."""
     source = tmp_path / "model"
     folder(source)
     (source / "flax_model.msgpack").write_bytes(b"flax")
@@ -219,7 +219,7 @@ def test_a_part_of_a_model_is_never_the_whole(tmp_path: Path) -> None:
 
 def test_each_folder_of_a_pipeline_is_read_by_its_files(tmp_path: Path) -> None:
     """A pipeline with a torch.save component and a safetensors component is converted as a whole. A damaged component
-    is an error, and hidden files are ignored."""
+    raises an error, and hidden files are ignored."""
     source = tmp_path / "pipeline"
     for name in ("unet", "vae"):
         (source / name).mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Runs the tests/gpu/test_gpu_*.py files that work without torch on a GPU, on a machine without a GPU.
+"""Runs those tests/gpu/test_gpu_*.py files that do not need torch on a GPU, on a machine without a GPU.
 
 Their engine uses the fake driver of gosrc/device/cuda and the host twins of the kernels.
 

@@ -185,7 +185,7 @@ def test_out_and_capacity(contents: dict[int, bytes]) -> None:
 
 
 def test_encoding_there_is_the_hosts(contents: dict[int, bytes]) -> None:
-    """X16 of a known type is encoded as on the CPU, also into the caller's memory."""
+    """X16 of a known type is encoded as on the CPU, even into the caller's memory."""
     for kind, bitstream in zip(KINDS, codecs.BITSTREAMS, strict=True):
         codec = nvcomp.Codec(algorithm="X16", data_type="bfloat16", bitstream_kind=kind, uncomp_chunk_size=16384)
         for size in (0, 7, 65536, 65537):

@@ -77,7 +77,8 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> type[StandIn]:
 
 
 def test_native_streams_of_nvcomps_are_handed_to_it(stand_in: Any, plain: bytes) -> None:
-    """Only nvCOMP's native streams are passed to nvCOMP. A batch may contain both. Outputs, types and configs work."""
+    """Only nvCOMP's native streams are passed to nvCOMP. A batch may contain both overwire's and nvCOMP's streams.
+    Outputs, types and configs work."""
     ours = nvcomp.Codec(algorithm="LZ4").encode(there(plain))
     theirs = marked(back(ours))
     for codec in (nvcomp.Codec(), nvcomp.Codec(algorithm="LZ4")):
@@ -93,7 +94,7 @@ def test_native_streams_of_nvcomps_are_handed_to_it(stand_in: Any, plain: bytes)
         outs = [nvcomp.from_dlpack(there(bytes(65536)).to_dlpack()) for _ in range(2)]
         codec.decode([ours, there(theirs)], out=outs)
         assert [back(o) for o in outs] == [plain, plain]
-        with pytest.raises(errors.NotSupportedError, match="streams of both overwire and nvCOMP"):
+        with pytest.raises(errors.NotSupportedError, match="both overwire's and nvCOMP's streams"):
             codec.decompression_config([theirs, ours])
         assert len(stand_in.asked) == 1  # each of our Codecs makes one nvCOMP Codec
         stand_in.asked.clear()
@@ -167,7 +168,7 @@ def test_delegated_to_nvcomp(name: str, kind: Any, plain: bytes) -> None:
 @needs_torch
 @pytest.mark.parametrize("name", ["LZ4", "Snappy", "Zstd", "Deflate", "GDeflate", "Cascaded"])
 def test_streams_that_nvcomp_wrote_are_read_through_it(name: str, plain: bytes) -> None:
-    """nvCOMP's native streams with checksums, and its sized ones, are read through nvCOMP. Damage is an error."""
+    """nvCOMP's native streams with checksums, and its sized ones, are read through nvCOMP. Damage raises an error."""
     theirs = pytest.importorskip("nvidia.nvcomp")
     if theirs is nvcomp:
         pytest.skip("nvidia.nvcomp is overwire's own module")

@@ -48,7 +48,7 @@ def outputs(model: Any) -> Any:
 @pytest.mark.parametrize("slots", [1, 2, 3])
 def test_outputs_are_those_of_the_resident_model(poisoned: None, dtype: Any, home: str, slots: int) -> None:
     """Outputs equal the resident model's in every order of the blocks, for a model on the CPU or on the GPU. close
-    restores every byte there."""
+    restores every byte on the model's device."""
     reference = Model(7, 512, dtype).cuda()
     model = copy.deepcopy(reference).to(home)
     with ow.offload(model, "cuda", slots=slots, keep=1 << 20):
@@ -83,7 +83,7 @@ def test_blocks_stay_compressed_on_the_device(poisoned: None, dtype: Any, home: 
 
 @pytest.mark.parametrize("home", ["cpu", "cuda"])
 def test_a_device_that_is_full(home: str) -> None:
-    """The error names the tier and the block, and every weight is back. With the host tier the model fits."""
+    """The error names the tier and the block, and every weight is restored. With the host tier the model fits."""
     model = Model(12, 2048).to(home)
     before = [parameter.detach().cpu().clone() for parameter in model.parameters()]
     torch.cuda.empty_cache()
@@ -104,7 +104,7 @@ def test_a_device_that_is_full(home: str) -> None:
 
 @pytest.mark.parametrize("dtype", BYTES, ids=str)
 def test_weights_of_a_byte(poisoned: None, dtype: Any) -> None:
-    """fp8 and int8 weights give right outputs in changing orders."""
+    """fp8 and int8 weights give the right outputs when the order of the blocks changes."""
     model = torch.nn.Module()
     model.layers = torch.nn.ModuleList(Cast(dtype) for _ in range(5))
     model.cuda()
@@ -187,7 +187,7 @@ def test_a_part_of_the_weights_may_leave_a_block(poisoned: None) -> None:
 
 
 class Keeps(torch.nn.Module):
-    """A block that first applies `act` to itself and uses the result while it keeps it."""
+    """A block that first applies `act` to itself, and uses the result for as long as it keeps it."""
 
     def __init__(self, at: int) -> None:
         super().__init__()

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 
 
 def train(model: Any, optimizer: Any, steps: int) -> None:
-    """Trains, so that its messages would mix with those of a save in the same group."""
+    """Trains a model. Its messages would mix with those of a save in the same group."""
     for _ in range(steps):
         model(torch.ones(4, 33)).square().mean().backward()
         optimizer.step()
@@ -89,7 +89,8 @@ def several(folder: Path) -> None:
 
 
 def late(folder: Path) -> None:
-    """A rank that never begins its save ends the others' by a timeout. The next save to that path works."""
+    """If a rank never begins its save, the saves of the other ranks end by a timeout. The next save to that path
+    works."""
     writer, state = CheckpointWriter(folder), {"x": torch.ones(9)}
     limit, dist.distributed_c10d.default_pg_timeout = (
         dist.distributed_c10d.default_pg_timeout, datetime.timedelta(seconds=0.2),
@@ -104,7 +105,7 @@ def late(folder: Path) -> None:
 
 
 def failing(folder: Path) -> None:
-    """Saves that fail on one rank leave no extra groups and no unusable one. An unknown caller gets an error."""
+    """Saves that fail on one rank leave no extra or unusable groups. An unknown caller gets an error."""
     writer, state = CheckpointWriter(folder), {"x": torch.ones(9)}
     writer._write_step = None if dist.get_rank() == 0 else writer._write_step  # type: ignore[method-assign,assignment]
     before = groups()
@@ -121,7 +122,8 @@ def failing(folder: Path) -> None:
 
 
 def destroyed(folder: Path) -> None:
-    """A rank that waits for the others to begin a save, and whose groups are destroyed, raises an error at once."""
+    """If the groups are destroyed while a rank waits for the others to begin a save, that rank raises an error at
+    once."""
     rank, size = dist.get_rank(), dist.get_world_size()
     dist.barrier()
     if rank == 0:
@@ -145,7 +147,8 @@ def destroyed(folder: Path) -> None:
 
 
 def subset(folder: Path) -> None:
-    """Some ranks save as a group, waiting and in the background, while the other rank trains or saves by itself."""
+    """Some ranks save as a group, in the foreground and in the background, while the other rank trains or saves by
+    itself."""
     group = dist.new_group([0, 2], backend="gloo")
     if dist.get_rank() != 1:
         state = {f"of-{dist.get_rank()}": torch.full((999,), float(dist.get_rank())), "both": torch.arange(5)}

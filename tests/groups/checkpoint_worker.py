@@ -133,7 +133,7 @@ def save(folder: Path) -> None:
 
 
 def load(folder: Path) -> None:
-    """Loads both checkpoints with another number of ranks into another state."""
+    """Loads both checkpoints with a different number of ranks into a different state."""
     want = torch.load(folder / "want.pt", weights_only=True)
     model, optimizer = trained(7, 1)
     state = state_of(model, optimizer, step=0, rng=torch.zeros_like(want["rng"]), note={"lr": 0.0, "tags": ["", ""]})
@@ -263,7 +263,7 @@ class _Interrupted(DefaultSavePlanner):
 
 
 def interrupted(folder: Path) -> None:
-    """Ctrl-C during dcp.save, on one rank or all, ends every rank. The old checkpoint and no other file stays."""
+    """Ctrl-C during dcp.save, on one rank or all, ends every rank. The old checkpoint stays, and no other file."""
     at = folder / "interrupted"
     dcp.save(sharded(True), storage_writer=CheckpointWriter(at))
     before = {path.name: path.read_bytes() for path in at.iterdir() if path.is_file()}

@@ -71,8 +71,8 @@ def replaced(folder: Path) -> None:
 
 
 def refused(folder: Path) -> None:
-    """A wrong argument on rank 1 only is an error on all ranks, and the group can still be used. The same holds for a
-    setting on one rank only."""
+    """A wrong argument on rank 1 raises an error on all ranks, and the group can still be used. The same holds for a
+    setting that only one rank has."""
     rank, world, path = dist.get_rank(), dist.group.WORLD, folder / "compressed.safetensors"
     module, weights = torch.nn.Linear(2, 2), folder / "linear.safetensors"
     if rank == 0:
@@ -141,8 +141,8 @@ def interrupted(folder: Path) -> None:
 
 
 def forked_streams(folder: Path) -> None:
-    """A rank's forked child cannot use the group or its streams, even while a thread of the rank waits in one, and ends
-    without sending the other ranks anything."""
+    """A rank's forked child cannot use the group or its streams, even while a thread of the rank waits in one. The
+    child ends without sending the other ranks anything."""
     world, path = dist.group.WORLD, folder / "compressed.safetensors"
     want = ow.load_file(path)
 

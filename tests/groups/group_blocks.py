@@ -132,7 +132,7 @@ def join_strangers(offers: list[Any], job: int) -> None:
 
 
 def expected_of(path: Path) -> Path:
-    """Returns the plain file with the expected tensors of one that may be damaged or compressed."""
+    """Returns the plain file that has the expected tensors of a file, which itself may be damaged or compressed."""
     other = path.parent / f"{path.stem.partition('-')[0]}-plain.safetensors"
     return other if other.exists() else path.parent / "plain.safetensors"
 
@@ -203,7 +203,7 @@ def block_stores(folder: Path) -> None:
             dist.all_gather_object(read, made.read)
             stored = (folder / file).stat().st_size
             assert 0.5 * stored < sum(read) <= 1.05 * stored, (file, read, stored)
-        dist.barrier()  # rank 0's block ends the server
+        dist.barrier()  # rank 0's `with` block ends the server
 
 
 def shards(folder: Path, at: Path) -> list[Path]:

@@ -58,7 +58,7 @@ def sources(folder: Path) -> Iterator[dict[str, Any]]:
             pinned = stack.enter_context(ow.pin(path))
             out |= {f"{coding} file": path, f"{coding} store": url[0], f"{coding} pinned": pinned}
         yield out
-        dist.barrier()  # rank 0's block ends the servers
+        dist.barrier()  # rank 0's `with` block ends the servers
 
 
 def cells(folder: Path, device: str, expected: Callable[..., Tensors], use: Callable[[str], None]) -> None:

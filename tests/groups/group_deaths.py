@@ -131,7 +131,7 @@ def run_rank(folder: Path, rank: int, case: str, point: str, way: str) -> None:
     dist.destroy_process_group()
     gc.collect()
     until = time.monotonic() + 10
-    # The number of engine threads varies. A group has three, and descriptors.
+    # The number of engine threads varies. Each group has three threads, and several descriptors.
     while not (freed := (now := count_open())[0] < threads + 3 and now[1] == links) and time.monotonic() < until:
         time.sleep(0.02)
     assert freed, (threads, links, now)

@@ -206,7 +206,7 @@ def meetings(folder: Path) -> None:
 
 
 def subgroup(folder: Path) -> None:
-    """Only ranks 1 and 3 load in a group of their own. The others make no call."""
+    """Ranks 1 and 3 load in their own group. The others make no call."""
     group = dist.new_group([1, 3])
     if dist.get_rank() in (1, 3):
         every_way(folder, group, "compressed.safetensors")
@@ -419,7 +419,7 @@ def mapped(folder: Path) -> None:
         raise AssertionError("rank 1's error was not reported")
     relays.relay_aim = aim
 
-    if rank == 1:  # its engine fails for another reason than mapping
+    if rank == 1:  # its engine fails for a reason other than mapping
         relays.relay_join = lambda *_: (_ for _ in ()).throw(ow.NotSupportedError("overwire: a graph"))
     try:
         ow.load_file(good, group=world, device=DEVICE)

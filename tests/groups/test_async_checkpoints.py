@@ -26,5 +26,5 @@ def test_saves_next_to_training(tmp_path: Path) -> None:
 
 
 def test_a_group_of_some_ranks_saves(tmp_path: Path) -> None:
-    """In a save by a group of some ranks, only these take part."""
+    """In a save by a group of some ranks, only these ranks take part."""
     ranks(tmp_path, 3, "subset")

@@ -68,7 +68,7 @@ def test_a_checkpoint_that_is_replaced_while_it_is_opened(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old: bool, how: dict[str, Any]
 ) -> None:
     """A checkpoint that is replaced while it is being opened is opened again once, and the load gives the whole new
-    save with its description. If it is replaced repeatedly, that is a typed error."""
+    save with its description. If it is replaced repeatedly, the load raises a typed error."""
     at = tmp_path / "c"
     replace(at, 1.0, old)
     times, real = [2.0], reader.safe_open
@@ -225,7 +225,7 @@ def test_a_save_that_fails_while_it_is_published(
 
 
 def entry_of(kind: str, at: Path) -> Callable[[], bool]:
-    """Puts an entry of the user's into a checkpoint, and returns a function that checks for it."""
+    """Puts a user's entry into a checkpoint, and returns a function that checks for it."""
     if kind == "link to a folder":
         (at / "mine").symlink_to(at.parent)
     elif kind == "link to nothing":

@@ -70,8 +70,8 @@ def test_a_checkpoint_of_shards_is_a_model(saved: Path) -> None:
 
 
 def test_ranks_save_in_the_background_and_through_faults(tmp_path: Path) -> None:
-    """Ranks can save with cached plans, and after a full disk, a lack of memory or Ctrl-C on one rank. A death ends the
-    last save."""
+    """Ranks can save with cached plans, and after a full disk, a lack of memory or Ctrl-C on one rank. If a rank dies,
+    the last save ends."""
     steps = ("background", "mapped", "cached", "short", "failing", "interrupted", "pressed", "dying")
     ranks(tmp_path, 2, *steps)
 
@@ -328,7 +328,7 @@ GOOD = json.dumps(
     ],
 )  # fmt: skip
 def test_a_hostile_description(tmp_path: Path, text: str) -> None:
-    """An invalid checkpoint.json is a FormatError with its path, and no other file is opened."""
+    """An invalid checkpoint.json raises FormatError with its path, and no other file is opened."""
     (tmp_path / "checkpoint.json").write_bytes(text.encode("utf-8", "surrogateescape"))
     with pytest.raises(ow.FormatError) as caught:
         CheckpointReader(tmp_path)
@@ -336,7 +336,8 @@ def test_a_hostile_description(tmp_path: Path, text: str) -> None:
 
 
 def test_a_description_that_its_files_do_not_fit(tmp_path: Path) -> None:
-    """A description with names that the files lack, tensors that should be bytes, or missing files is a typed error."""
+    """A description with names that the files lack, tensors that should be bytes, or missing files raises a typed
+    error."""
     save(tmp_path / "c")
     at = tmp_path / "c/checkpoint.json"
     good = json.loads(at.read_text())
@@ -362,7 +363,7 @@ def test_a_description_that_its_files_do_not_fit(tmp_path: Path) -> None:
 
 
 def test_damage(tmp_path: Path, seed: int) -> None:
-    """A changed byte anywhere in a checkpoint is a typed error or does not affect the loaded tensors."""
+    """A changed byte anywhere in a checkpoint raises a typed error or does not affect the loaded tensors."""
     save(tmp_path / "c")
     rng = random.Random(seed)
     for file in (tmp_path / "c").rglob("*.*"):
@@ -414,7 +415,8 @@ def objects(folder: Path) -> set[str]:
 
 
 def test_a_store() -> None:
-    """A checkpoint in S3 loads, also as a model. It becomes visible with its description and is not replaced."""
+    """A checkpoint in S3 can be loaded, even as a model. It becomes visible with its description and is not
+    replaced."""
     with stores.s3() as (options, root):
         at = "s3://models/run/step-1"
         dcp.save(state(1), storage_writer=CheckpointWriter(at, max_shard_size=1000, storage_options=options))
@@ -531,7 +533,7 @@ def test_stager(tmp_path: Path) -> None:
 
 
 def test_memory_that_other_ranks_map(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank maps only memory that was offered to it. Lack of host memory is a typed error and leaves nothing."""
+    """A rank maps only memory that was offered to it. Lack of host memory raises a typed error, and nothing is left."""
     memory = buffers.host_memory(5000, False)
     offer = buffers.offer_buffers()
     block = memory[256:300].view(torch.int32)

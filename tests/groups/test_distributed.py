@@ -91,8 +91,8 @@ def test_ranks_that_say_their_blocks_read_each_byte_once(folder: Path, count: in
 
 @pytest.mark.parametrize("count", [2, *(pytest.param(count, marks=pytest.mark.slow) for count in (4, 8))])
 def test_every_verb_takes_every_source(folder: Path, count: int) -> None:
-    """load_file, stream (also with max_memory) and load_model work with each transport on plain and compressed files,
-    from disk, from a store and pinned, for whole tensors and slices."""
+    """load_file, stream (with and without max_memory) and load_model work with each transport on plain and compressed
+    files, from disk, from a store and pinned, for whole tensors and slices."""
     ranks(folder, count, "cells")
 
 

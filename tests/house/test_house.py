@@ -1,6 +1,6 @@
 """Checks that imports between the layers of python/overwire go only downwards and form no circle.
 
-All imports count, also inside functions and for type checkers, and so do modules named in a string
+All imports count, even inside functions and for type checkers. So do modules named in a string
 (`sys.modules["overwire..."]`). ALLOWED lists exceptions with their reasons.
 """
 
@@ -44,7 +44,7 @@ LAYERS: list[tuple[str, str]] = [
     ("checkpoints", "checkpoints checkpoints.*"),
     ("compat_api", "_compat_api"),
     ("outside", "compat compat.* integrations integrations.*"),
-    ("programs", "__main__ _against _bench _bench_* _torch"),  # commands of this package, which run in own processes
+    ("programs", "__main__ _against _bench _bench_* _torch"),  # commands, which run in their own processes
 ]
 
 # Modules that outside code may import, besides the names in overwire.__all__.
@@ -269,8 +269,8 @@ def test_one_module_chooses_the_mode_of_a_load() -> None:
         assert {module for module, names in used.items() if name in names} - {home} == {"verbs.loader"}, name
 
 
-# The handlers of each module that catch every exception: they look at it and then decide. `_undo` has context
-# managers for all others.
+# The number of handlers in each module that catch every exception, look at it and then decide. All other modules use
+# the context managers of `_undo`.
 CATCHING = {
     "_bench_faces": 1,  # reports it to the parent of a forked child, which must not run on
     "_imports": 1,  # `after_error` uses it
@@ -293,12 +293,14 @@ def catching(path: Path) -> int:
 
 
 def test_few_handlers_catch_every_exception() -> None:
-    """Work that an error undoes is undone by `after_error`, which is right after Ctrl-C and if the undoing fails."""
+    """Few modules catch every exception. Others undo their work with `after_error`, which also works after Ctrl-C and
+    if the undoing fails."""
     found = {name: catching(path) for name, path in modules(PACKAGE).items() if path.suffix == ".py"}
     assert {name: count for name, count in found.items() if count} == CATCHING
 
 
-# What modules do themselves that publishes files or makes them durable. All others ask the engine, through `stores`.
+# Functions with which these modules themselves publish files or make them durable. All other modules ask the engine,
+# through `stores`.
 PUBLISHING = ("os.replace", "os.rename", "os.renames", "os.link", "os.symlink", "os.fsync", "os.fdatasync", "shutil.move")
 SCRATCH = "tempfile"
 WRITING = {

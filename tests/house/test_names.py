@@ -94,7 +94,7 @@ def test_every_verb(tmp_path: Path) -> None:
         os.makedirs(os.path.dirname(other), exist_ok=True)
         assert os.fsencode(ow.convert(path, other, compress=False).files[0]) == other
         assert ow.load_file(uri.replace(quote_from_bytes(path), quote_from_bytes(other)), framework="np")["x"][0] == number
-        ow.save_file({"x": np.full(9, number, "f4")}, uri)  # onto the same file
+        ow.save_file({"x": np.full(9, number, "f4")}, uri)  # to the same file
     assert len(files(tmp_path)) == 2 * len(STEMS)
     folders = [os.path.join(folder, stem) for stem in STEMS.values()]
     for number, place in enumerate(folders):
@@ -177,7 +177,7 @@ def test_the_command_line(tmp_path: Path) -> None:
 
 
 def test_names_that_nothing_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Names that os.fsencode refuses, NUL bytes and malformed URIs are an ArgumentError in every function, and nothing
+    """Names that os.fsencode refuses, NUL bytes and malformed URIs raise ArgumentError in every function, and nothing
     is written."""
     monkeypatch.chdir(tmp_path)
     tensors = {"x": np.ones(3)}

@@ -75,7 +75,7 @@ def test_programs_name_what_there_is() -> None:
 
 
 def test_left_out_tests_exist() -> None:
-    """Each Python test that wheels/aarch64-left-out.txt names exists. pytest ignores names that do not."""
+    """Each Python test that wheels/aarch64-left-out.txt names exists. pytest ignores names that do not exist."""
     lines = (ROOT / "wheels/aarch64-left-out.txt").read_text(encoding="utf-8").splitlines()
     names = [line.removeprefix("py ").partition(": ")[0].partition("::") for line in lines if line.startswith("py ")]
     for file, _, test in names:

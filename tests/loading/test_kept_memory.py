@@ -102,7 +102,7 @@ assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 
 def test_quiesce_leaves_nothing_open(script, tmp_path: Path) -> None:
     """After loads, saves, preloads and pins of local and remote files, the engine has no files, connections or mapped
-    files, and the next calls work. What the program holds, and running calls, are errors."""
+    files, and the next calls work. Objects that the program holds, and running calls, raise errors."""
     with overwire_serve(tmp_path) as url:
         script(QUIESCE, FOLDER=str(tmp_path), URL=url.rstrip("/"))
 
@@ -257,7 +257,7 @@ SHORT = {
 def test_nothing_is_read_or_written_behind_a_storage(
     call: str, transposed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A storage that is shorter than its tensor is an ArgumentError everywhere, and no file is left."""
+    """A storage that is shorter than its tensor raises ArgumentError everywhere, and no file is left."""
     monkeypatch.chdir(tmp_path)
     ow.save_file({"x": torch.zeros(64, 64)}, "one")
     with pytest.raises(ValueError if (call, transposed) == ("safetensors", True) else ow.ArgumentError):

@@ -109,8 +109,8 @@ def test_what_cannot_be_written_in_place_is_copied(tmp_path: Path, compress: boo
 
 
 def test_the_last_of_overlapping_targets_wins(tmp_path: Path, seed: int) -> None:
-    """Random targets in one memory (dense, strided and cast) end as if they were copied in order, with and without a
-    preload."""
+    """Random targets in one memory (dense, strided and cast) get the same values as if they were filled in order, with
+    and without a preload."""
     rng, side = random.Random(seed), 12
     tensors = {
         f"t{n}": torch.full((side, side), n + 1.0, dtype=torch.float16 if n % 4 == 3 else torch.float32)
@@ -209,7 +209,7 @@ def test_what_does_not_fit_changes_nothing(tmp_path: Path) -> None:
 
 
 def test_a_damaged_chunk_is_named(tmp_path: Path) -> None:
-    """A block of a damaged tensor is an error, and an intact tensor loads."""
+    """A block of a damaged tensor raises an error, and an intact tensor loads."""
     path = make(tmp_path / "m.safetensors", True, {"bad": torch.randn(4096, 64).bfloat16(), "good": torch.randn(64).bfloat16()})
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1

@@ -92,8 +92,8 @@ READS: dict[str, Callable[[Path], dict[str, Any]]] = {
     "change", [_save, _rename, _in_place, _convert, _by_safetensors, _by_the_original], ids=lambda made: made.__name__[1:]
 )
 def test_a_file_that_was_replaced(tmp_path: Path, caplog: Log, compress: bool, change: Callable[..., None]) -> None:
-    """A load returns the current tensors however the file was replaced and is read, and logs one line about the dropped
-    preload."""
+    """A load returns the current tensors and logs one line about the dropped preload. It does not matter how the file
+    was replaced, or which function reads it."""
     path = tmp_path / "m.safetensors"
     for name, read in READS.items():
         ow.save_file(OLD, path, compress=compress)
@@ -106,7 +106,8 @@ def test_a_file_that_was_replaced(tmp_path: Path, caplog: Log, compress: bool, c
 
 
 def test_a_file_that_was_cut_off(tmp_path: Path, caplog: Log) -> None:
-    """A plain file that was truncated after its preload mapped it is an error of the load, not a signal."""
+    """If a plain file is truncated after its preload mapped it, the load raises an error. It does not kill the process
+    with SIGBUS."""
     path = tmp_path / "m.safetensors"
     for size in (0, 5, 200, 4096):
         ow.save_file({"a": torch.zeros(100_000)}, path, compress=False)
@@ -155,7 +156,7 @@ def test_a_shard_that_was_replaced(tmp_path: Path, caplog: Log, what: str) -> No
 
 
 def test_bundles(tmp_path: Path, caplog: Log) -> None:
-    """Two bundles with the same pickle but other tensors are distinguished. An unchanged bundle joins its preload."""
+    """Two bundles with the same pickle but different tensors are told apart. An unchanged bundle joins its preload."""
     path = tmp_path / "x.pkl"
     for old, new in ((OLD, NEW), (NEW, OLD)):
         ow.compress_pickle(old, path)
@@ -217,7 +218,8 @@ def let_go(path: Path) -> bool:
 
 
 def test_settings_of_the_call(tmp_path: Path, caplog: Log) -> None:
-    """A load with another mmap or read setting uses no preload. One with lenient, dtype, keys or framework does."""
+    """A load with a different mmap or read setting does not use the preload. A load with lenient, dtype, keys, filter
+    or mmap=None does."""
     path = tmp_path / "m.safetensors"
     ow.save_file(NEW, path, compress=False)
     for arguments in ({"mmap": False}, {"read": "direct"}):
@@ -354,7 +356,7 @@ assert len(held) == 24
 size = 24 << 22
 assert peak() - before < size // 4, (peak(), before)  # nothing was read again
 held.clear()
-assert now() < before - size // 2, (now(), before)  # and no memory stays
+assert now() < before - size // 2, (now(), before)  # and most of its memory is freed
 """,
         OVERWIRE_PRELOAD=str(tmp_path),
     )
@@ -384,7 +386,7 @@ def test_half_a_download(script, tmp_path: Path) -> None:
         """
 import os, numpy, overwire as ow
 try:
-    ow.preload("m.safetensors").wait()  # joins the preload of the environment
+    ow.preload("m.safetensors").wait()  # joins the preload that OVERWIRE_PRELOAD started
     raise AssertionError("half a file was loaded")
 except ow.CorruptError:
     pass
@@ -526,8 +528,8 @@ def server() -> Iterator[Server]:
 
 
 def test_objects_over_http(server: Server, tmp_path: Path, caplog: Log) -> None:
-    """An object with another ETag or date is read again, and one with neither is not preloaded. An unchanged object
-    joins and is read once."""
+    """An object whose ETag or date has changed is read again. One without a strong ETag or a date is not preloaded. An
+    unchanged object joins and is read once."""
     big = {"a": torch.randn(200_000), "b": torch.arange(500)}
     other = {"a": torch.randn(200_000), "b": torch.arange(500)}
     contents = []

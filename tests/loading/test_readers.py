@@ -45,7 +45,7 @@ def shape_of(rng: random.Random, count: int) -> list[int]:
 
 
 def tensors_of(rng: random.Random) -> dict[str, Any]:
-    """Returns tensors of random types and sizes. Some equal others under other names and in other shapes."""
+    """Returns tensors of random types and sizes. Some are equal to others, but have different names and shapes."""
     tensors: dict[str, Any] = {}
     for number in range(rng.randint(4, 9)):
         dtype = getattr(torch, rng.choice(TYPES))
@@ -120,7 +120,7 @@ def read_without_torch(path: Path, want: dict[str, Any]) -> None:
 
 
 def read_in_place(path: Path, want: dict[str, Any]) -> None:
-    # The memory starts with other bytes than the file, so that bytes which no load wrote are found.
+    # The memory initially has different bytes than the file, so that bytes which no load wrote are found.
     memory = {name: changed(tensor) for name, tensor in want.items()}
     with ow.safe_open(path, "pt") as file:
         file.load_into([(name, None, tensor) for name, tensor in memory.items()])
@@ -199,8 +199,8 @@ def agree(path: Path, tensors: dict[str, Any], folder: Path, rng: random.Random)
 
 
 def test_aliases_of_column_parts_that_early_writers_made(tmp_path: Path, seed: int) -> None:
-    """If an alias has other rows than its tensor in column parts, as early writers made them, each reader returns the
-    bytes in plain order."""
+    """If an alias has different rows than its tensor in column parts, as early writers made them, each reader returns
+    the bytes in plain order."""
     path = ROOT / "tests" / "goldens" / "save" / "other-rows-1.0" / "parts.safetensors"
     ow.convert(path, tmp_path / "plain.safetensors", compress=False)
     tensors = safetensors.torch.load_file(tmp_path / "plain.safetensors")

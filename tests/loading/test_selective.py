@@ -26,7 +26,8 @@ def names_of(kind: str) -> list[str]:
 
 
 def mixture(kind: str) -> dict[str, torch.Tensor]:
-    """Returns a small mixture of experts with every kind of name with an expert's number, and with similar names."""
+    """Returns the tensors of a small mixture-of-experts model. Some names contain an expert's number; others only look
+    similar."""
     torch.manual_seed(9)
     made = {"model.embed_tokens.weight": torch.randn(40, 8), "experts.weight": torch.randn(3)}
     for layer in range(LAYERS):
@@ -203,7 +204,7 @@ def test_budget(tmp_path: Path) -> None:
 
 
 def test_plan(tmp_path: Path) -> None:
-    """A plan lists the tensors, sizes and files that the load with the same options has."""
+    """A plan lists the same tensors, sizes and files as a load with the same options."""
     tensors = {f"t{i}": torch.full((64, 40 * i), 0.5).bfloat16() for i in range(6)} | {"i": torch.arange(5)}
     sharded(tensors, tmp_path, lambda name: ord(name[-1]) % 2, compress=True)
     for options in ({}, {"dtype": torch.float32}, {"keys": ["t3", "i"]}, {"filter": lambda name: name > "t2"}, {"framework": "np"}):
@@ -225,8 +226,8 @@ def test_plan(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("compress", [False, True])
 def test_many_tensors_while_they_arrive(tmp_path: Path, compress: bool) -> None:
-    """Many small tensors are bound while they arrive, as for a GPU but here on the CPU. Each tensor has its
-    destination, including empty ones and those that already had one."""
+    """Tensors get their destinations while later ones are still arriving. GPU loads do this; the test does it on the
+    CPU. Each tensor has its destination, including empty ones and those that already had one."""
     from overwire.frameworks.choose import frame_for
     from overwire.model.opened import Model
 

@@ -113,7 +113,8 @@ def test_weights_of_a_byte(dtype: torch.dtype, source: str | None, tmp_path: Pat
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("keep", [None, 150_000, "1GB"])
 def test_outputs_are_those_of_the_resident_model(dtype: torch.dtype, keep: int | str | None) -> None:
-    """Outputs are equal bit for bit in any order of the blocks, also skipped or repeated. close restores all bytes."""
+    """Outputs are equal bit for bit in any order of the blocks, even if blocks are skipped or repeated. close restores
+    all bytes."""
     model = Model(dtype=dtype)
     reference = copy.deepcopy(model)
     parameters = dict(model.named_parameters())
@@ -283,7 +284,8 @@ def test_a_pipeline_of_models() -> None:
 
 
 def test_blocks_are_cut_where_lists_cover_them() -> None:
-    """A block with over a sixteenth of the model is divided if module lists cover nearly all of it, and else whole."""
+    """A block with over a sixteenth of the model is divided if module lists cover nearly all of it. Otherwise it stays
+    whole."""
     stage = torch.nn.Module()
     stage.blocks = torch.nn.ModuleList(Layer(96, torch.float32) for _ in range(3))
     mixed = torch.nn.Module()
@@ -416,7 +418,7 @@ def test_memory_that_was_freed_is_refused() -> None:
 
 
 class Shows(torch.nn.Module):
-    """Returns a dict with a nested result and a part of its weight, which is frozen."""
+    """Returns a dict with a list of results and a part of its weight. The weight has no gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -530,7 +532,7 @@ def test_an_interrupt_between_any_steps_of_a_parameter_leaves_it_whole() -> None
 
 
 def test_a_run_has_ended_when_its_frame_has() -> None:
-    """A frame, of this or another thread, shows whether its run has ended. No other thread's stack is walked."""
+    """A frame of any thread shows whether its run has ended. No other thread's stack is walked."""
     import sys
 
     frames: list[Any] = []

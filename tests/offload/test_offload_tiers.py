@@ -1,4 +1,4 @@
-"""Tests that blocks may stay compressed in device memory, or in both memories, with the resident model's outputs."""
+"""Tests that blocks may stay compressed in device memory, or in both memories, without a change of the outputs."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def tiers_of(offloaded: Any) -> str:
 
 @pytest.mark.parametrize("slots", [1, 2, 3])
 def test_outputs_in_every_order(device: Device, tier: dict[str, Any], slots: int, seed: int) -> None:  # noqa: F811
-    """Outputs are right in every order of the blocks, and only blocks of the host are copied. close restores every
+    """Outputs are right in every order of the blocks, and only blocks in host memory are copied. close restores every
     byte."""
     model, dice = Model(), random.Random(seed)
     reference = copy.deepcopy(model)
@@ -60,7 +60,8 @@ def test_outputs_in_every_order(device: Device, tier: dict[str, Any], slots: int
 
 
 def test_streams_threads_and_errors(device: Device, tier: dict[str, Any], seed: int) -> None:  # noqa: F811
-    """Dtypes, threads, and errors of a block, of Ctrl-C and of the driver, as for weights on the host."""
+    """Dtypes, threads, and errors from a block, from Ctrl-C and from the driver give the same results as for weights on
+    the host."""
     tests: list[tuple[Callable[..., None], tuple[Any, ...]]] = [
         *((streams.test_every_dtype, (dtype, seed)) for dtype in (torch.float16, torch.float32, *BYTES)),
         *((streams.test_errors_in_the_middle_of_a_pass, (error,)) for error in (ValueError, KeyboardInterrupt)),
@@ -68,7 +69,7 @@ def test_streams_threads_and_errors(device: Device, tier: dict[str, Any], seed: 
         (streams.test_a_part_of_the_weights_may_leave, ()),
     ]
     for test, arguments in tests:
-        device.read.clear()  # memory of the test before may get the same addresses
+        device.read.clear()  # memory of the previous test may get the same addresses
         device.staged.clear()
         test(device, *arguments)
 
@@ -97,7 +98,7 @@ def test_weights_come_from_a_file(tier: dict[str, Any], tmp_path: Path, compress
 
 
 def test_each_tier_is_reported() -> None:
-    """Bytes are counted by tier, also with keep, and are 0 after close."""
+    """Bytes are counted by tier, even with keep, and are 0 after close."""
     model = Model()
     with ow.offload(model, "cpu") as host:
         stored, nbytes = host.stored, host.nbytes
@@ -133,7 +134,7 @@ def test_a_block_that_is_larger_than_room(rows: list[int]) -> None:
 
 
 def device_with(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
-    """Lets `count` blocks into device memory. The next one is out of memory."""
+    """Lets `count` blocks into device memory. The next one raises an out-of-memory error."""
     left = iter(range(count))
     empty = torch.empty
 
@@ -156,7 +157,8 @@ def device_with(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
 def test_a_device_that_is_full(
     device: Device, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, count: int  # noqa: F811
 ) -> None:
-    """"device" names the tier and the block and leaves the model as it was. "auto" logs one line and goes on."""
+    """With "device" the error names the tier and the block, and the model is unchanged. "auto" logs one line and
+    continues."""
     model = Model()
     expected = outputs(model)
     device_with(monkeypatch, count)
@@ -233,7 +235,8 @@ def test_an_error_has_the_handle_if_the_model_is_not_restored(
 
 
 def test_the_default_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Room is what will be free, less slots, two more blocks and a fifth of the GPU. A larger room is lowered."""
+    """The default room is the memory that will be free, minus the slots, two more blocks and a fifth of the GPU. A
+    larger room is lowered."""
     gpu, blocks = torch.device("cuda", 0), base.Model(3)
     found = tiers.Block("a", blocks, [tiers.Weight("w", torch.nn.Parameter(torch.empty(250)), torch.device("cpu"))])
     free: list[Any] = [20_000, 40_000]
@@ -271,7 +274,7 @@ def test_wrong_arguments_are_refused(wrong: Callable[[], dict[str, Any]]) -> Non
 
 
 def test_close_frees_each_block_that_it_restores(tier: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """close needs no memory for the stored bytes of a block whose weights are back."""
+    """After close has restored the weights of a block, it needs no memory for the block's stored bytes."""
     offloaded = ow.offload(Model(), "cpu")
     stored_bytes = [weakref.ref(one.stored.memory.tensor) for one in offloaded._away]
     decode, left = offloading._decode_block, []

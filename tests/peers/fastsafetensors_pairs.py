@@ -57,8 +57,8 @@ def main() -> None:
     paths = [str(folder / "a.safetensors"), str(folder / "b.safetensors")]
     seen = [share(package, paths) for package in (importlib.import_module("fastsafetensors"), ours)]
     assert seen[0] == seen[1]
-    # A block with an odd number of F4 elements is an error on every rank. Only ours is tested, because with the real
-    # package the other ranks hang.
+    # A block with an odd number of F4 elements raises an error on every rank. Only our package is tested, because with
+    # the real package the other ranks hang.
     loader = ours.SafeTensorsFileLoader(dist.group.WORLD, "cpu", nogds=True)
     loader.add_filenames({0: [str(folder / "odd.safetensors")]})
     buffer = loader.copy_files_to_device()

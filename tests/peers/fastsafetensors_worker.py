@@ -81,7 +81,7 @@ def sharing(folder: Path, group: dist.ProcessGroup, files: dict[int, list[str]])
 
 
 def failing(folder: Path) -> None:
-    """A damaged file on rank 1 raises on both ranks, and the group can still be used."""
+    """A damaged file on rank 1 raises an error on both ranks, and the group can still be used."""
     bad = [str(folder / "a.safetensors"), str(folder / "damaged.safetensors")]
     loader = fst.SafeTensorsFileLoader(dist.group.WORLD, "cpu", nogds=True)
     loader.add_filenames({0: bad[:1], 1: bad[1:]})
@@ -104,7 +104,7 @@ if __name__ == "__main__":
     dist.init_process_group("gloo", rank=int(sys.argv[2]), world_size=2, store=store, timeout=datetime.timedelta(seconds=60))
     a, b = str(folder / "a.safetensors"), str(folder / "b.safetensors")
     sharing(folder, dist.group.WORLD, {0: [a], 1: [b]})
-    alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]  # rank 1 is rank 0 here
+    alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]  # its only rank is 0
     sharing(folder, alone, {0: [a, b]})
     failing(folder)
     dist.barrier()

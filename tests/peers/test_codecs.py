@@ -217,7 +217,8 @@ def test_frames_of_streaming_writers_decode() -> None:
 
 
 def test_padding_of_gzip() -> None:
-    """Zeros after a gzip member are padding, as in Python's gzip. Other bytes there, or before the first, fail."""
+    """Zeros after a gzip member are padding, as in Python's gzip. Other bytes there, or before the first member, raise
+    an error."""
     plain = content(1000)
     one = gzip.compress(plain)
     padded = one + b"\0" + one + bytes(3)

@@ -83,7 +83,7 @@ def test_enums(kind: str, members: dict[str, int]) -> None:
 
 
 def test_unmodified_programs_import_it(tmp_path: Any) -> None:
-    """Programs can import the module through the compat path and after install, also next to other nvidia wheels."""
+    """Programs can import the module through the compat path and after install, even next to other nvidia wheels."""
     (tmp_path / "nvidia" / "other").mkdir(parents=True)
     (tmp_path / "nvidia" / "other" / "__init__.py").write_text("here = True\n")
     folder, home = overwire.compat.path("nvcomp"), Path(overwire.__file__).parents[1]
@@ -202,7 +202,7 @@ def test_strides_are_kept_and_not_encoded() -> None:
     packed["a"] = range(4)
     array = nvcomp.as_array(packed["a"])
     assert array.strides == (5,) and numpy.asarray(array).tolist() == [0, 1, 2, 3]
-    with pytest.raises(BufferError, match="not whole elements"):
+    with pytest.raises(BufferError, match="not multiples of the element size"):
         torch.from_dlpack(array)
 
 
@@ -308,7 +308,8 @@ def test_arguments_that_are_refused() -> None:
 
 
 def test_out() -> None:
-    """A result in the caller's memory keeps its address. If that is too small, only our own Arrays are resized."""
+    """A result in the caller's memory keeps its address. If the memory is too small, only our own Arrays are
+    resized."""
     plain = content(5000)
     codec = nvcomp.Codec(algorithm="lz4")
     made = codec.encode(plain)
@@ -368,7 +369,8 @@ def test_configs() -> None:
 
 
 def test_checksums() -> None:
-    """A wrong checksum raises once, at the first access, and only for its Array in a batch. Strict decoding raises."""
+    """A wrong checksum raises an error once, at the first access, and only for its Array in a batch. Strict decoding
+    raises it immediately."""
     codec = nvcomp.Codec(algorithm="snappy", checksum_policy=nvcomp.ChecksumPolicy.COMPUTE_AND_VERIFY)
     plain = content(100_000)
     good = codec.encode(plain)

@@ -123,7 +123,7 @@ def test_outputs_that_overlap_are_refused(name: str) -> None:
 
 
 def test_strides_are_a_tuple_as_nvcomps() -> None:
-    """Strides are a tuple, as in nvCOMP, even for dense and empty Arrays and for results. The array interfaces say
+    """Strides are a tuple, as in nvCOMP, even for dense and empty Arrays and for results. The array interfaces have
     None."""
     codec = nvcomp.Codec(algorithm="LZ4", data_type="<i4")
     for array, want in (

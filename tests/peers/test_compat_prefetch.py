@@ -216,8 +216,8 @@ assert len(came) == 8
 
 
 def test_files_that_are_not_what_they_were(files: Any) -> None:
-    """A damaged chunk raises an error with its tensor's name for each tensor that is not loaded yet. A replaced file is
-    also an error."""
+    """A damaged chunk raises an error with its tensor's name for each tensor that is not loaded yet. A replaced file
+    also raises an error."""
     path, tensors = files
     if is_packed(path):
         data = bytearray(path.read_bytes())

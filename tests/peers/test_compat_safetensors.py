@@ -248,7 +248,7 @@ INDICES: list[Any] = [
     (..., ...), (slice(None), -1), (slice(None), -4), (slice(None), 3), (slice(0, 1), slice(1, 2), slice(1, 3)),
 ]  # fmt: skip
 
-# with numpy only: the original fails at these, although numpy does not
+# with numpy only, because the original fails for these indices, although numpy does not
 WIDER = {"OverflowError", "SystemError"}
 
 

@@ -89,7 +89,7 @@ def test_a_3fs_reader_brings_the_bytes(
     assert type(auto._loader) is threefs_loader.ThreeFSLoader and auto.config.use_pipeline
     assert plain(dict(auto.iterate_weights())) == plain(want)
     auto.close()
-    # A short read, and a file that it cannot read.
+    # A short read, and a file that the reader cannot read.
     monkeypatch.setattr(Reader, "short", 1)
     with pytest.raises(RuntimeError, match="truncated"):
         loader.copy_files_to_device()
@@ -194,7 +194,8 @@ def test_the_extension_s_names(tmp_path: Path) -> None:
 
 
 def test_a_prefix_of_a_read_can_be_waited_for(tmp_path: Path) -> None:
-    """wait_read_prefix waits for the first bytes of a read, as in 0.5, and raises for bytes that never arrive."""
+    """wait_read_prefix waits for the first bytes of a read, as in 0.5, and raises an error for bytes that never
+    arrive."""
     data = random.Random(3).randbytes(40 << 20)
     (tmp_path / "data").write_bytes(data)
     address = cpp.cpu_malloc(len(data) + 10)

@@ -149,8 +149,8 @@ def test_only_the_adapter_brings_torch_in() -> None:
 
 
 def test_unified_memory_is_the_framework_s_to_tell(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The name of GPU 0 in the given framework decides, the variable overrides it, and the loader passes its
-    framework."""
+    """Whether memory is unified depends on the name of GPU 0 in the given framework. The variable overrides that, and
+    the loader passes its framework."""
     monkeypatch.delenv("FASTSAFETENSORS_UNIFIED_MEM", raising=False)
     gpu = mock.Mock(spec_set=["get_device_name"])
     for name, want in (("NVIDIA GB10", True), ("NVIDIA H200", False), ("", False)):
@@ -202,7 +202,7 @@ def test_what_auto_loader_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
 
 
 def test_pipelines_of_one(real: Any) -> None:
-    """Without a group, a pipeline is one process, in both packages."""
+    """Without a group, a pipeline has one rank, in both packages."""
     for package in (real, fst):
         kind = importlib.import_module(f"{package.__name__}.parallel_loader").PipelineParallel
         for group in (None, package.SingleGroup()):

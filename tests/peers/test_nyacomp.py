@@ -324,7 +324,7 @@ def test_modules_in_nyacomps_layout(tmp_path: Path, monkeypatch) -> None:
     assert all(isinstance(param, nn.Parameter) for param in got.parameters())
     for name, tensor in got.state_dict().items():
         same(tensor, state[name])
-    # One parameter more or fewer than there are tensors is an error, not a shift.
+    # One parameter more or fewer than there are tensors raises an error, instead of shifting the tensors.
     torch.save(module[0], tmp_path / "m/boneless_model.pth")
     with pytest.raises(ow.FormatError, match="empty parameters"):
         nyacomp.load_compressed("m/boneless_model.pth")
@@ -378,7 +378,7 @@ def _nvcomp_file(data: bytes, seed: int) -> bytes:
 
 def test_files_of_nyacomps_own(tmp_path: Path, caplog) -> None:
     """GDeflate in nvCOMP's container is decoded, with a warning that its checksums were not compared. Damage to a
-    chunk, tables or sizes is a typed error. `recompress` makes a bundle from it without nyacomp or a GPU."""
+    chunk, tables or sizes raises a typed error. `recompress` makes a bundle from it without nyacomp or a GPU."""
     seed = random.randrange(1 << 30)
     print("seed", seed)
     torch.manual_seed(seed)

@@ -66,7 +66,7 @@ def test_a_checkpoint_with_a_meta_is_refused(tmp_path: Path) -> None:
 
 
 def test_what_is_no_list_of_tensors_is_refused(tmp_path: Path) -> None:
-    """A list that torch cannot read, or with rows that are not sizes, is a FormatError with its name. A pipe in its
+    """A list that torch cannot read, or with rows that are not sizes, raises FormatError with its name. A pipe in its
     place does not block."""
     path, boneless = tmp_path / "x.bin", tmp_path / "nya/boneless_x.bin"
     torch.save({"w": torch.arange(40_000) % 3}, path)
@@ -89,7 +89,7 @@ def test_what_is_no_list_of_tensors_is_refused(tmp_path: Path) -> None:
 
 
 def test_two_checkpoints_of_one_folder_never_share_a_tensor(tmp_path: Path) -> None:
-    """If another checkpoint has replaced a key's file, loading is a CorruptError. Equal tensors share a file."""
+    """If another checkpoint has replaced a key's file, loading raises CorruptError. Equal tensors share a file."""
     state = _state()
     first, second = tmp_path / "pytorch_model.bin", tmp_path / "pytorch_model.fp16.bin"
     torch.save(state, first)

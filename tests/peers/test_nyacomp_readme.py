@@ -134,7 +134,7 @@ assert torch.equal(parts.run(nyacomp.load_compressed("model/boneless_model.pth")
 def test_everything_through_curl(tmp_path: Path, script, monkeypatch) -> None:
     """PRELOAD_PATH is the URL of model/meta.csv, as in the README, and DOWNLOADER_PATH is curl. Manifests, containers,
     tensor files and bundles are downloaded only through curl, and preloaded files once. curl's messages go where
-    DOWNLOAD_LOG says. A wrong size in a manifest and a missing file are errors that name the file."""
+    DOWNLOAD_LOG says. A wrong size in a manifest and a missing file raise errors that name the file."""
     real = shutil.which("curl")
     if real is None:
         pytest.skip("no curl")

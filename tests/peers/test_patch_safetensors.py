@@ -286,7 +286,7 @@ def hooked(cls: type[Library]) -> str:
 
 @pytest.fixture
 def hooks(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Sets the hooks of one library. Its modules seem imported."""
+    """Sets the hooks of one library, and makes its modules appear to be imported."""
     monkeypatch.setitem(sys.modules, accelerate.MODULES[0], types.ModuleType("offload"))
     return lambda make: monkeypatch.setattr(accelerate, "pair_replacements", lambda found, lazy: make())
 

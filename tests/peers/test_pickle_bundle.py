@@ -545,12 +545,12 @@ assert present == [False, True], present
 
 
 def test_a_container_that_the_disk_does_not_give_may_be_anyones(tmp_path: Path) -> None:
-    """A container that cannot be read counts neither as another bundle's nor as missing. The save raises and changes
-    nothing."""
+    """A container that cannot be read counts neither as another bundle's nor as missing. The save raises an error and
+    changes nothing."""
     ow.save_bundle({"a": torch.arange(9)}, tmp_path / "x.pkl")
     container = tmp_path / "tensors" / "x.safetensors"
     container.rename(tmp_path / "kept")
-    container.symlink_to("/proc/self/mem")  # reading it is EIO
+    container.symlink_to("/proc/self/mem")  # reading it fails with EIO
     with pytest.raises(ow.IOFailure):
         bundles._has_digest(str(container), "")
     with pytest.raises(ow.IOFailure):

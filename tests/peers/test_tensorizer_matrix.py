@@ -133,7 +133,8 @@ def test_every_combination(
 
 
 def test_protobuf() -> None:
-    """Each reads the other's messages. overwire returns the bits of 16-bit floats, and the reference numbers."""
+    """Each reads the other's messages. For 16-bit floats, overwire returns the bits, and the reference returns
+    numbers."""
     net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
     twin = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
     import tensorizer.protobuf as reference
@@ -320,7 +321,7 @@ def test_names_that_programs_replace(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_casts_leave_what_is_no_float(tmp_path: Path) -> None:
-    """dtype= does not convert integers, bools, complex tables and fp8 weights."""
+    """dtype= does not convert integers, bools, complex tables or fp8 weights."""
     kept = {
         "i": torch.tensor([2**31 - 1, -(2**31)], dtype=torch.int32),
         "q": torch.randint(0, 256, (9,), dtype=torch.uint8),
@@ -338,7 +339,7 @@ def test_casts_leave_what_is_no_float(tmp_path: Path) -> None:
 
 
 def test_meta_and_empty_opaque_and_encrypted(tmp_path: Path) -> None:
-    """Tensors without data work in torch's own types, and empty ones in encrypted files."""
+    """Tensors without data work in dtypes that only torch has, and empty tensors work in encrypted files."""
     tensors = {
         "e": torch.zeros(0, 4).bfloat16(),
         "m": torch.empty(3, device="meta", dtype=torch.bfloat16),
@@ -391,7 +392,7 @@ def test_modules_as_they_were(tmp_path: Path) -> None:
         and torch.equal(twin.hidden, net.hidden)
     )
     assert twin.state_dict().keys() == net.state_dict().keys()
-    net.head.weight = torch.nn.Parameter(net.head.weight + 1)  # no longer tied, and also not after loading
+    net.head.weight = torch.nn.Parameter(net.head.weight + 1)  # no longer tied, not even after loading
     with ours.TensorSerializer(tmp_path / "y") as s:
         s.write_module(net)
     with ours.TensorDeserializer(tmp_path / "y", device="cpu") as de:
@@ -432,7 +433,8 @@ def test_crc32_of_files_that_have_none(tmp_path: Path) -> None:
 
 
 def test_crc32_while_reading(tmp_path: Path) -> None:
-    """verify_hash="crc32" and verify_crc32 find every flipped bit of the data during the load and tell its location."""
+    """verify_hash="crc32" and verify_crc32 find every flipped bit of the data during the load and report its
+    location."""
     tensors = {"a": torch.arange(100_000), "m": META, "b": torch.randn(3).bfloat16()}
     path = tmp_path / "x.tensors"
     s = theirs.TensorSerializer(path)

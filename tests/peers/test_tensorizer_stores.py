@@ -162,7 +162,7 @@ def test_save_to_redis(redis_at: tuple[Any, str]) -> None:
 
 
 def test_pipes(tmp_path: Path) -> None:
-    """A file can be read from a pipe, but not written into one."""
+    """A file can be read from a pipe, but not written to one."""
     write(theirs, tmp_path / "x")
     begin, end = os.pipe()
     feeder = threading.Thread(target=lambda: (os.write(end, b""), _feed(end, (tmp_path / "x").read_bytes())))

@@ -138,8 +138,8 @@ def test_headers_within_a_host() -> None:
 
 @pytest.mark.parametrize("ranges", [True, False], ids=["ranges", "one-get"])
 def test_headers_of_the_answer(ranges: bool, tmp_path: Path) -> None:
-    """The server's headers can be read, also repeated ones. Content-Length is that of the stream. `cache_status` of a
-    file reports a cache's answer."""
+    """The server's headers can be read, even repeated ones. Content-Length is the length of the stream. `cache_status`
+    of a file reports a cache's answer."""
     def say(h: Handler, data: bytes) -> bool:
         if not ranges:
             del h.headers["Range"]
@@ -232,7 +232,7 @@ def test_a_body_that_ends_early(ranges: bool, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("how", ["tag", "date", "size"])
 def test_an_object_that_changes(how: str) -> None:
-    """Seeking back reads the object that was opened, or is an error."""
+    """Seeking back reads the object that was opened, or raises an error."""
     new = bytes(len(DATA) + (how == "size"))
     was = {"Last-Modified": "Mon, 01 Jan 2024 00:00:00 GMT"} if how == "date" else None
     now = {"Last-Modified": "Tue, 02 Jan 2024 00:00:00 GMT"} if how == "date" else None

@@ -140,7 +140,7 @@ serializer.write_tensor(0, "a", 0, np.full(3, 2.0))
 )
 def test_how_a_process_ends(end: str, left: float, tmp_path: Path, torch_script: Callable[..., Any]) -> None:
     """A writer that is not closed writes its file at exit. If the process is killed or its program fails, the older
-    file stays and nothing else is in the folder. A forked child has no effect."""
+    file stays and nothing else is in the folder. A forked child writes nothing."""
     path = tmp_path / "x.tensors"
     with ours.TensorSerializer(path) as serializer:
         serializer.write_tensor(0, "a", PARAM, np.ones(3))

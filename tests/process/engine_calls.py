@@ -1,4 +1,5 @@
-"""Calls the engine for the process tests directly, without `overwire._verbs`, with raw texts and numbers."""
+"""Calls the engine directly for the process tests, with JSON text and packed numbers. Calls that the tests do not vary
+go through `overwire._verbs`."""
 
 from __future__ import annotations
 

@@ -142,7 +142,7 @@ def threads() -> int:
     return len(os.listdir("/proc/self/task"))
 
 
-AT_FIRST = threads()  # one, and the emulator's own
+AT_FIRST = threads()  # one thread, and the emulator's own
 
 
 def rss() -> int:

@@ -143,12 +143,12 @@ assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_a_folder_is_read_whole_or_not_at_all(script) -> None:
-    """A child reads the files of an index.json, or a complete set of shards. Any other folder is an error."""
+    """A child reads the files of an index.json, or a complete set of shards. Any other folder raises an error."""
     script(FOLDERS)
 
 
 def test_without_numpy(script) -> None:
-    """Without numpy, a forked child reads plain files, and a compressed file is a ForkedError."""
+    """Without numpy, a forked child reads plain files, and raises ForkedError for compressed files."""
     script(
         """
 import os, sys

@@ -1,5 +1,5 @@
-"""Tests KeyboardInterrupt at the entry of every overwire function that an object's use calls, one at a time. Nothing
-stays open or half written, no thread keeps running, and the next use works."""
+"""Tests KeyboardInterrupt at the entry of every overwire function that the use of an object calls, one at a time.
+Nothing stays open or half written, no thread keeps running, and the next use works."""
 
 from __future__ import annotations
 

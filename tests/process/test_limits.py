@@ -57,7 +57,7 @@ assert os.listdir(os.path.dirname(target)) == [os.path.basename(target)]
 
 
 def test_an_engine_for_which_no_descriptor_is_left(tmp_path: Path) -> None:
-    """If no descriptor is left, starting the engine is an IOFailure with the system's errno, and a later call starts
+    """If no descriptor is left, starting the engine raises IOFailure with the system's errno, and a later call starts
     it."""
     source = write_plain(tmp_path / "a.safetensors", {"x": ("U8", [1 << 16], bytes(1 << 16))})
     run(

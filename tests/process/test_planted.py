@@ -60,7 +60,8 @@ def test_links_of_others_are_not_followed(tmp_path: Path, shared: Path, link: st
 
 
 def test_own_links_are_followed(tmp_path: Path, shared: Path) -> None:
-    """The user's own links in such a folder are followed. Relative links, chains and ".." act as in the kernel."""
+    """The user's own links in such a folder are followed. Relative links, chains and ".." are resolved as by the
+    kernel."""
     (tmp_path / "home/deep").mkdir(parents=True)
     (shared / "one").symlink_to("two")
     (shared / "two").symlink_to("../home/deep")
@@ -186,7 +187,7 @@ def test_modules_beside_a_model_are_not_imported(tmp_path: Path) -> None:
 def test_a_folder_that_may_be_written_and_not_listed(
     torch_script: Callable[..., subprocess.CompletedProcess[str]],
 ) -> None:
-    """In another user's folder that can be written but not listed, every save works that needs no listing. Other saves
+    """In another user's folder that can be written but not listed, every save that needs no listing works. Other saves
     are refused and leave nothing."""
     torch_script(
         """

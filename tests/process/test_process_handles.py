@@ -30,7 +30,7 @@ def every(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def test_wrong_handles() -> None:
-    """Stale, invented and ill-typed handles are an ArgumentError. Closing or freeing one twice does nothing."""
+    """Stale, invented and ill-typed handles raise ArgumentError. Closing or freeing one twice does nothing."""
     run("""
 calls = [lambda h: e.load_start(h, None, "{}"), lambda h: e.job_wait(h, 0), lambda h: e.preload_join(h, "{}"),
          lambda h: e.job_next(h, 0), e.job_take, e.job_progress, e.job_report, e.job_cancel]
@@ -103,7 +103,7 @@ for _ in range(100):
 
 
 def test_texts_and_lists_are_checked(every: str) -> None:
-    """NUL, lone surrogates, numbers out of range and wrong tuples are a ValueError or TypeError before Go sees them."""
+    """NUL, lone surrogates, numbers out of range and wrong tuples raise ValueError or TypeError before Go sees them."""
     run("""
 import struct
 model = e.open_model(json.dumps({"uris": [sys.argv[1]]}))

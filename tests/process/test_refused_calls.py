@@ -1,5 +1,5 @@
-"""Tests loads, saves and servers while system calls fail one at a time. The result is right or a typed error, and
-existing files stay whole."""
+"""Tests loads, saves and servers while system calls fail one at a time. Each call returns the right result or raises a
+typed error, and existing files stay whole."""
 
 from __future__ import annotations
 
@@ -105,8 +105,8 @@ def folder(child: Child, request: pytest.FixtureRequest, tmp_path: Path) -> Iter
 
 def each_refusal(counts: dict[str, int], wide: bool) -> Iterator[tuple[str, int, int, bool]]:
     """Yields the call to refuse, its position, the errno, and whether later calls also fail. With wide, each call fails
-    with each errno. Otherwise the last call of a kind fails as by a disk error, the first as for lack of descriptors,
-    and all as in a sandbox."""
+    with each errno. Otherwise each kind of call has three cases: the last call fails with EIO, the first with EMFILE,
+    or all with EPERM."""
     for call, count in counts.items():
         if not wide:
             yield call, count, errno.EIO, False

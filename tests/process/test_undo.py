@@ -1,4 +1,4 @@
-"""Tests the context managers for errors: what they undo, keep and raise, also after Ctrl-C at any of their lines."""
+"""Tests the context managers for errors: what they undo, keep and raise, even after Ctrl-C at any of their lines."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_an_error_that_is_raised_again_needs_no_note() -> None:
 
 
 def test_a_generator_that_is_closed_undoes_its_work() -> None:
-    """Python drops GeneratorExit, so an error of the function is raised."""
+    """Python discards GeneratorExit, so the function's error is raised."""
     calls: list[int] = []
 
     def count(undo: Callable[..., object]) -> Iterator[int]:
@@ -162,7 +162,7 @@ def test_an_open_generator_is_undone_at_exit() -> None:
 
 
 def test_an_error_is_kept() -> None:
-    """The first error of several blocks is kept, and an earlier one if there is one."""
+    """The first error of several blocks is kept, or an earlier error that was passed to the constructor."""
     failure = keep_error()
     with failure:
         pass

@@ -66,7 +66,7 @@ def test_files_that_are_none(tmp_path: Path) -> None:
     assert found["load_compressed_pickle, bundle is terabytes"]["ended"] in ("OutOfMemoryError", "FormatError")
     for name in ("compress_pickle", "compress_pickle again", "load_compressed_pickle"):
         beside = [cell for cell in found.values() if cell["cell"].startswith(f"{name}, neighbours")]
-        # A neighbour that cannot be read may be a bundle with a container of the same name, so it is an IOFailure.
+        # A neighbour that cannot be read may be a bundle with a container of the same name, so IOFailure is raised.
         beside = [cell for cell in beside if not cell["cell"].endswith("is memory")]
         assert [cell for cell in beside if cell["ended"] != "CancelledError"] == []
 
@@ -75,7 +75,7 @@ def may_go_well(name: str) -> bool:
     verb, _, place = name.partition(", ")
     return (
         verb == "save_file"  # replaces the name or a link's target
-        or (verb in ("preload", "inspect", "verify") and place.startswith("bundle"))  # only read the container
+        or (verb in ("preload", "inspect", "verify") and place.startswith("bundle"))  # these only read the container
         or (verb == "read_bytes" and place.endswith("/proc"))
         or (verb == "ObjectReader" and place.endswith("terabytes"))  # reads only one byte
     )

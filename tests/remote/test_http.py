@@ -121,7 +121,7 @@ def test_faults(serve: Callable[..., str], tmp_path: Path) -> None:
 
 
 def test_changed(serve: Callable[..., str], tmp_path: Path) -> None:
-    """Reading a file that was replaced after it was opened is a CorruptError."""
+    """Reading a file that was replaced after it was opened raises CorruptError."""
     ow.save_file(weights(n=40), tmp_path / "m.safetensors", compress=False)
     with ow.safe_open(serve() + "m.safetensors", framework="np") as f:
         ow.save_file(weights(2, n=40), tmp_path / "m.safetensors", compress=False)

@@ -163,7 +163,7 @@ def test_a_model_against_its_file(tmp_path: Path, compress: bool, shard: int | N
 
 
 def test_parts_and_damage(tmp_path: Path) -> None:
-    """Column parts do not change a digest. A damaged chunk is an error, not a difference."""
+    """Column parts do not change a digest. A damaged chunk raises an error instead of counting as a difference."""
     tensors = {"w": torch.randn(512, 256, generator=torch.Generator().manual_seed(3)).bfloat16(), "n": torch.empty(0, 3)}
     ow.save_file(tensors, tmp_path / "plain.safetensors", compress=False)
     packed = tmp_path / "parts.safetensors"

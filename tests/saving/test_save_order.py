@@ -155,7 +155,7 @@ def test_a_path_that_becomes_a_link_or_a_file(folder: Path) -> None:
 
 
 def test_names_that_belong_together(folder: Path) -> None:
-    """A save writes all files of its set of shards, the index, and the folder it saves to. Writers of those wait for
+    """A save claims all files of its set of shards, the index, and the folder it saves to. Writers of those wait for
     it, but a writer of an unrelated file does not."""
     for act in (
         lambda: ow.save_file(LATER, "model/model-00001-of-00002.safetensors"),

@@ -158,7 +158,8 @@ def test_memory_is_bounded(tmp_path: Path) -> None:
 
 
 def test_a_full_disk(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A write error is logged and raised by wait. The old file and no temporary file stay, and the next save works."""
+    """A write error is logged and raised by wait. The old file stays, without temporary files, and the next save
+    works."""
     path = tmp_path / "m.safetensors"
     ow.save_file(weights(4), path)
     before = path.read_bytes()

@@ -139,7 +139,7 @@ def _interrupted(round_: Round, rng: random.Random, work: Work) -> None:
 
 
 def signals(round_: Round) -> None:
-    """A signal handler may call overwire, also during a call of overwire. Both calls get the right bytes."""
+    """A signal handler may call overwire, even if it interrupts a call of overwire. Both calls get the right bytes."""
     rng = round_.rng
     outer = store(rng, round_.folder / "outer", random_tensors(rng, rng.choice((1 << 16, 1 << 21))))
     inner = store(rng, round_.folder / "inner", random_tensors(rng, 1 << 12))

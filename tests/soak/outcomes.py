@@ -1,7 +1,7 @@
 """Records one round of a loop: its counts, failures, threads and child processes.
 
 A round runs in a separate process that has imported torch but not started the engine. It may fork children until it
-starts the engine. Every load is compared with the saved tensors. An error is right only if the loop lists its class.
+starts the engine. Every load is compared with the saved tensors. An error is expected only if the loop lists its class.
 Everything else is a failure of one of KINDS. A failure does not end the round by itself.
 """
 

@@ -1,4 +1,4 @@
-"""Tests the soak (tests/soak) with a short round of each cheap loop, and its report on failing loops."""
+"""Tests the soak test (tests/soak) with a short round of each cheap loop, and its report on failing loops."""
 
 from __future__ import annotations
 

@@ -3,7 +3,8 @@
 A pickle may build only data and torch's own modules. In addition to the list of globals, these checks enforce that:
 
 - A pickle may call only functions that have a guard in this module. The guard checks exact types, bounds numbers, and
-  charges sizes to the budget. Only calls that ordinary pickles make are allowed, and only if no opcode does the same.
+  charges sizes to the budget. Only calls that ordinary pickles make are allowed, and only if no opcode has the same
+  effect.
 - Guards replace the torch functions that rebuild tensors (see `tensors`). numpy's own pickle functions are not on the
   list (see `rebuild`).
 - A pickle may set the state only of modules and ordered dicts. It may set only their own attributes, none with a
@@ -30,7 +31,7 @@ from ..errors import FormatError, UntrustedPickleError
 from .budget import ATTRIBUTE, LONGEST, Budget, attributes
 from .tensors import REBUILDERS, subclassed
 
-# Types without settable attributes that run no other code.
+# Types that have no settable attributes and run no other code.
 _BUILTINS = "bool bytearray bytes complex dict float frozenset int list object range set slice str tuple"
 _TYPES: dict[tuple[str, str], Any] = {
     (kind.__module__, kind.__name__): kind
@@ -191,8 +192,8 @@ def _copy_parts(budget: Budget, parts: Any, kind: Any) -> Any:
 
 def _check_rnn(budget: Budget, kind: type, own: dict[str, Any]) -> None:
     """Checks the names of an RNN's weights, because torch reads the attributes with these names. They must not be
-    methods. torch prefers the older key, `all_weights`, and creates names for `num_layers` if its values are not
-    names."""
+    methods. torch prefers the older key, `all_weights`. If the values of that key are not names, torch creates names
+    from `num_layers`."""
     layers = own.get("num_layers", 0)
     rows = own.get("_all_weights", own.get("all_weights"))
     if (
@@ -243,7 +244,8 @@ def _make_slice(budget: Budget, *args: Any) -> slice:
 
 def _make_default_dict(budget: Budget, factory: Any = None) -> collections.defaultdict[Any, Any]:
     if factory is not None and not isinstance(factory, type):
-        raise budget.refuse("it creates a defaultdict whose factory is not a class, which is not on the allow-list")
+        raise budget.refuse("it creates a defaultdict with a factory that is not a class, which is not on the "
+                            "allow-list")
     return collections.defaultdict(factory)
 
 

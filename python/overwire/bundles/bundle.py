@@ -2,8 +2,8 @@
 
 A bundle consists of the pickle `D/x.pkl` and the container `D/tensors/x.safetensors`. nyacomp's functions write
 `D/nya/x.safetensors` and `D/nya/meta.csv` instead (see `manifest`). The container is written before the pickle, and
-contains the pickle's digest. The previous container remains until the new pickle has replaced the old one. A reader
-thus gets the old object or the new one, even while a bundle is replaced or after a save was killed. Writers of one
+contains the pickle's digest. The previous container remains until the new pickle has replaced the old one. So a reader
+gets the old object or the new one, even while a bundle is replaced or after a save was killed. Writers of one
 bundle wait for each other (see `turns`). The object of the last writer remains.
 """
 
@@ -133,8 +133,8 @@ def _ratio_of(saved: Report | Saving) -> float | Saving:
     return saved if isinstance(saved, Saving) else saved.ratio
 
 
-#: A function that lists a container for nyacomp. Its arguments are the pickle, the container, the report of the save,
-#: and the storage options.
+#: A function that lists a container for nyacomp. Its arguments are the paths of the pickle and the container, the
+#: report of the save, and the storage options.
 Lister = Callable[[str, str, Report, StorageOptions | None], None]
 
 
@@ -242,7 +242,7 @@ def _local_place(
             except OSError as error:  # this user may not be allowed to write to the other folder
                 if one == folder or error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
                     raise
-        container = containers.container_of(target, folder)  # another writer may have created one since
+        container = containers.container_of(target, folder)  # another writer may have created one meanwhile
         rivals = containers.rivals_of(target)
         if _is_anothers(container) or any(_has_digest(container, _digest_of_file(rival)) for rival in rivals):
             container = containers.second_container_of(target, folder)
@@ -294,7 +294,7 @@ def _elsewhere(target: str, folder: str) -> list[str]:
 
 def _keep_previous(target: str, container: str) -> None:
     # Gives the old container a second name, for readers of the old pickle. If an earlier save was killed, the container
-    # with the second name may be the one that belongs to the pickle. In that case it is not replaced.
+    # with the second name may belong to the pickle. In that case it is not replaced.
     previous = containers.previous_of(container)
     if is_there(previous) and is_there(target) and not _has_digest(container, _digest_of_file(target)):
         return

@@ -1,4 +1,4 @@
-"""Finds the container of a pickled bundle.
+"""Finds the container that belongs to a pickle.
 
 `D/x.pkl` is the pickle, and `D/tensors/x.safetensors` contains its tensors. nyacomp's functions write to `D/nya`
 instead (see `manifest`). Readers search both folders. This module opens no tensor file and imports little.
@@ -45,7 +45,7 @@ def second_container_of(pickle_path: str, folder: str) -> str:
 
 
 def rivals_of(pickle_path: str) -> list[str]:
-    """Returns the other pickles in the folder with the same first choice of a container."""
+    """Returns the other pickles in the folder that have the same container as their first choice."""
     folder, name = os.path.split(pickle_path)
     stem = os.path.splitext(name)[0]
     paths = [os.path.join(folder, other) for other in os.listdir(folder) if other != name]
@@ -72,7 +72,7 @@ def lock_of(pickle_path: str, folder: str) -> str:
 
 def store_containers_of(uri: str, folder: str) -> tuple[str, str]:
     """Returns the two paths or URIs that alternate for a pickle's container in a store. They include the pickle's
-    ending, so pickles with other endings do not share them."""
+    ending, so pickles with different endings do not share them."""
     first = second_container_of(uri, folder)
     return first, first.removesuffix(".safetensors") + ".b.safetensors"
 
@@ -121,6 +121,6 @@ def _read_head(path: str, size: int = 9) -> bytes:
             return file.read(size)
     except (IsADirectoryError, ArgumentError):
         return b""
-    except OSError as error:  # an unreadable file may be a pickle, and its container must be kept
+    except OSError as error:  # an unreadable file may be a pickle that needs its container
         raise_unless_absent(error, path)
         return b""  # opening it reports why

@@ -17,7 +17,7 @@ from ..model.opened import Model, prepare
 ORDER = "overwire.blobs"
 DEVICES = "overwire.devices"
 
-# Replaces the device for a numpy array, which has none.
+# Stands for the device of a numpy array, which has none.
 _ARRAY = "numpy"
 
 
@@ -28,7 +28,8 @@ def devices_of(blobs: Sequence[Any]) -> str:
 
 
 class Landing:
-    """Implements `unpickling.Blobs` for a container. It is a context manager; nothing is written after its block.
+    """Implements `unpickling.Blobs` for a container. It is a context manager. Nothing writes to the memory after its
+    block has ended.
 
     device: the device for all storages; None puts each on the device that it was saved from.
     """
@@ -48,8 +49,8 @@ class Landing:
         self._landed: dict[int, tuple[Any, int]] = {}
         self._made: dict[int, Any] = {}
         self._running: list[Job] = []  # all jobs, including those without tensors
-        # For each position: the job that loads it, and the positions of that job in the order of its requests (None:
-        # all positions in order).
+        # For each position: the job that loads it, and all positions that the job loads, in the order of its requests
+        # (None: all positions in order).
         self._jobs: dict[int, tuple[Job, list[int] | None]] = {}
         self._stack = contextlib.ExitStack()
         with contextlib.ExitStack() as stack:
@@ -167,7 +168,7 @@ class Landing:
             from ..frameworks.numpy import hold
 
             if self._noted and 0 <= blob < len(self._targets) and self._targets[blob].startswith("cuda:"):
-                raise self._refuse_reference()  # GPU memory can only be a storage
+                raise self._refuse_reference()  # only a storage may be in GPU memory, not an array
             capsule, pointer = self._take_blob(blob, size)
             base = self._made[blob] = hold(capsule, pointer, size)
         elif hasattr(base, "untyped") or base.nbytes != size:

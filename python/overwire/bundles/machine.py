@@ -2,7 +2,8 @@
 
 It supports only the opcodes that occur in bundles and torch.save files (protocols 2, 4 and 5). Python's unpickler sets
 items of any object, calls anything, and trusts lengths. Here each opcode works only on certain exact types, and
-lengths are compared with the data. The allow-list decides about everything else, and the budget is charged for it.
+lengths are compared with the data. All other actions need the permission of the allow-list, and are charged to the
+budget.
 """
 
 from __future__ import annotations

@@ -179,7 +179,7 @@ def uris_of(path: str, options: Mapping[str, object] | None) -> list[str]:
 
 
 def local_uris_of(path: str) -> list[str]:
-    """Does the work of `uris_of` for a local path."""
+    """Like `uris_of`, for a local path."""
     if path.endswith(".csv"):
         return Manifest.read_csv(path).list_containers()
     if "://" in path:

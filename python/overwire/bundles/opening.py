@@ -62,7 +62,7 @@ def open_pair(
 def _open_container(
     target: str, digest: str, candidates: Sequence[SourceLike], options: StorageOptions | None
 ) -> Model:
-    """Opens the candidate that belongs to exactly this pickle."""
+    """Opens the candidate that was saved together with this pickle."""
     absent = 0
     damage: OverwireError | None = None  # the error of a candidate that cannot be read
     for at, candidate in enumerate(candidates):

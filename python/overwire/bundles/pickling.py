@@ -41,8 +41,8 @@ class Blob(NamedTuple):
 _PLAIN = frozenset({str, int, float, bool, bytes, complex, type(None), dict, list, tuple, set, type})
 
 
-# Names, and characters in names, that a tensor in a container cannot have. Line breaks would also break the list of
-# blobs, which has one name per line.
+# Names that a tensor in a container cannot have, and characters that such a name cannot contain. Line breaks would also
+# break the list of blobs, which has one name per line.
 _RESERVED = ("overwire.index", "__metadata__")
 _UNFIT = re.compile("[\n\0\ud800-\udfff]")
 

@@ -150,7 +150,7 @@ def _qtensor(budget: Budget, storage: Any, offset: Any, size: Any, stride: Any, 
     size, stride = check_extent(raw.nbytes(), dtype.itemsize, offset, size, stride, per)
     scheme = params[0] if params else None
     make: Any
-    # The tensor is created empty and then attached to the storage, so that its size does not allocate memory.
+    # The tensor is created empty and then attached to the storage, so that no memory is allocated for its size.
     if scheme is torch.per_tensor_affine and len(params) == 3:
         _, scale, zero = params
         if type(scale) is not float or type(zero) is not int or zero.bit_length() > 63:

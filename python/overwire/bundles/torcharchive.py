@@ -70,8 +70,8 @@ def _has_pickle(entries: list[zipfile.ZipInfo]) -> bool:
 
 
 def not_torch(path: str, file: BinaryIO, error: Exception | None, span: Span | None = None) -> OverwireError:
-    """Returns the error for a file, or a part of one, that is not a torch.save archive. error: the error of zipfile, or
-    None for a valid zip archive without a torch.save pickle. Raises errors of reading."""
+    """Returns the error for a file, or a part of a file, that is not a torch.save archive. error: the error of zipfile,
+    or None for a valid zip archive without a torch.save pickle. Raises errors of reading."""
     file.seek(span[0] if span else 0)
     head = file.read(HEAD_BYTES)
     where = f"overwire: open {path}: "

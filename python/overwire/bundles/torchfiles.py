@@ -4,7 +4,7 @@ A torch.save file is a zip archive with a pickle, `data.pkl`, and the uncompress
 `machine` interprets the pickle. Only globals that create tensors from storages have an effect. All others (a Trainer's
 arguments, Lightning's hyperparameters) become placeholders, and nothing is imported or called for them. The bytes are
 memory-mapped, so a file takes no memory. torch is not needed. Unlike torch.load (2.11), this module compares the
-archive's checksums, because a converted file gets new checksums, which must not cover up wrong bytes.
+archive's checksums, because a converted file gets new checksums, which would also be valid for wrong bytes.
 
 Source: the notes on serialization in torch's documentation, and pickles that torch writes.
 """
@@ -62,7 +62,7 @@ _TIMES = 64
 #: The longest name in a pickle, in characters.
 _LONGEST = 1 << 10
 
-#: The most bytes of one read (_STEP), and of one that only computes a checksum (_BLOCK).
+#: The most bytes of one read (_STEP), and of one read that only computes a checksum (_BLOCK).
 _STEP, _BLOCK = 64 << 20, 1 << 20
 
 #: The bytes that are charged for an entry in addition to its characters, and the most bits of an integer.
@@ -333,7 +333,7 @@ class _Reader:
         while block:
             try:
                 count = os.preadv(self._number, [block], at)
-            except OSError as error:  # must not look like an error in the pickle
+            except OSError as error:  # an error of reading must not look like an error in the pickle
                 raise error_of_system(error, "read", self._path) from error
             if not count:
                 raise self._error_of("changed while it was read", CorruptError)
@@ -488,7 +488,8 @@ class _Reader:
         return _Tensor(storage, dtype, shape, strides, first)
 
     def _walk_value(self, found: TorchFile, value: Any, at: tuple[str, ...], seen: set[int], *above: int) -> None:
-        # Charges each path: an object may have many, and a key may be in many. above: the ids of value's containers.
+        # Charges each path, because an object may have many paths, and a key may be part of many. above: the ids of
+        # value's containers.
         self._budget.charge_work(1)
         self._budget.charge_memory(_ENTRY + sum(map(len, at)))
         name = ".".join(at)

@@ -162,7 +162,7 @@ def plain_models(sources: list[str], target: str) -> Iterator[tuple[list[str], l
             yield plain, remainder
     finally:
         try:
-            with contextlib.suppress(OSError):  # a later conversion removes leftovers
+            with contextlib.suppress(OSError):  # a later conversion removes what remains
                 shutil.rmtree(top, ignore_errors=True)
         finally:
             os.close(lock)
@@ -190,7 +190,7 @@ def _locked_folder(parent: str) -> tuple[str, int]:
     """Creates a temporary folder. Returns its path and the descriptor that locks it."""
     while True:
         top = tempfile.mkdtemp(prefix=_MARK, dir=parent)
-        # Another conversion may remove the folder before it is locked.
+        # Another conversion may remove the folder before this one locks it.
         with contextlib.suppress(FileNotFoundError), after_error(os.rmdir, top):
             lock = os.open(top, os.O_RDONLY | os.O_CLOEXEC)
             with after_error(os.close, lock):
@@ -216,7 +216,7 @@ def _sweep_leftovers(parent: str) -> None:
 
 def _write_plain_file(source: str, path: str, kind: str, may_lack: bool = False) -> list[str] | None:
     """Writes the tensors of a file or folder of a kind as a plain file. Plain values become metadata. Returns the
-    omitted content. may_lack: if the source has no tensors, write nothing and return None."""
+    omitted content. may_lack: whether to write nothing and return None if the source has no tensors."""
     with open_content(source, kind, scratch=os.path.dirname(path)) as content:
         if may_lack and not content.tensors:
             return None
@@ -229,8 +229,8 @@ def _write_plain_file(source: str, path: str, kind: str, may_lack: bool = False)
 
 
 def _plain_folder(source: str, path: str, into_file: bool) -> list[str]:
-    """Creates a folder like the source with the weights as plain files. Returns the omitted content. into_file: the
-    target is a single file, so the auxiliary files are omitted."""
+    """Creates a folder like the source with the weights as plain files. Returns the omitted content. into_file: whether
+    the target is a single file; the auxiliary files are then omitted."""
     remainder: list[str] = []
     is_empty = True
     folders = dict(folders_of(source))

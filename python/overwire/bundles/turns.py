@@ -20,11 +20,11 @@ from ..files import lock_path
 
 class Turn:
     """A lock that a thread of this process holds or waits for. saver: the background save to which the thread has
-    passed it."""
+    passed the lock."""
 
     def __init__(self) -> None:
         self._thread = threading.get_ident()
-        self._file: tuple[int, int] | None = None  # of the lock
+        self._file: tuple[int, int] | None = None  # device and inode of the lock file
         self.saver: Saver | None = None
 
     def claim_file(self, number: int, path: str) -> None:

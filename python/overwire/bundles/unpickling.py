@@ -149,7 +149,7 @@ class _Trusting(pickle.Unpickler):
 
 
 def load(data: bytes, blobs: Blobs, source: str, trust: bool) -> Any:
-    """Unpickles `data`. Without `trust`, raises UntrustedPickleError for globals that are not on the allow-list."""
+    """Unpickles `data`. If `trust` is false, raises UntrustedPickleError for globals that are not on the allow-list."""
     if trust:
         return _Trusting(data, _References(blobs, source, None)).load()
     budget = Budget(source, len(data))

@@ -34,15 +34,15 @@ class _Buffer(NamedTuple):
 
 
 class BufferOffset(NamedTuple):
-    """The position of a block in one of the buffers of an offer."""
+    """The position of a block in one of an offer's buffers."""
 
     buffer: int
     offset: int
 
 
 class Offer(NamedTuple):
-    """Describes the buffers of a process to other processes: the host, the process id, and the descriptor, name and
-    size of each buffer."""
+    """Describes the buffers of a process to other processes: its host and process id, and the descriptor, name and size
+    of each buffer."""
 
     host: str
     process: int

@@ -127,7 +127,7 @@ class Exchange:
                 self._sources[rank] = (memory, iter(answers[rank][1].get(self._duty.rank, ())))
 
     def _tell(self, what: Any) -> list[Any]:
-        """Returns the objects that all ranks passed, by rank. Collective."""
+        """Sends an object to all ranks. Returns the objects of all ranks, by rank. Collective."""
         there: list[Any] = [None] * self._duty.ranks
         with self._mark_failures():
             dist.all_gather_object(there, what, group=self._group)

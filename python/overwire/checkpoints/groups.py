@@ -30,7 +30,8 @@ _MOST_FRAMES = 12
 # The shortest and the longest pause between two checks of the store for other ranks, in seconds.
 _PAUSES = (0.005, 0.2)
 
-# The longest time in which ranks that have met connect to each other. A rank that has just ended does not.
+# The longest time in which ranks that have met connect to each other. If a rank has just ended, the others wait this
+# long.
 _CONNECT = timedelta(seconds=120)
 
 _GROUP_IS_GONE = "destroy_process_group() was called during this save: wait for its result() first"
@@ -63,7 +64,8 @@ def free_groups(groups: Iterable[OwnGroup]) -> None:
 
 
 def group_of_save(checkpoint: str, writers_group: Any, own_groups: list[OwnGroup]) -> Any:
-    """Returns the group of the torch save that calls this in its first step, or None for the default group. Collective.
+    """Returns the group of the running torch save, or None for the default group. Must be called in the save's first
+    step. Collective.
 
     A save next to training must not use training's group. If the program passed no group to torch, the save gets the
     writer's group if that has all ranks, otherwise a gloo group, which is added to own_groups. Raises IOFailure if

@@ -45,7 +45,7 @@ _DTYPE = re.compile(r"[a-z][a-z0-9_]{1,40}")
 _KEYS = {1: {"format", "version", "parts", "bytes", "paths"}}
 _KEYS[2] = _KEYS[1] | {"save", "dtypes"}
 
-# The most keys in a path. torch fails at fewer, because of Python's recursion limit.
+# The most keys in a path. torch already fails with fewer keys, because of Python's recursion limit.
 _DEEP = 1000
 
 Path = tuple[str | int, ...]

@@ -201,7 +201,7 @@ class Place:
         objects, self._objects = self._objects, []
         if objects:
             with contextlib.suppress(OverwireError):  # the save raises its own error
-                remove_objects(objects[::-1], self.options)  # files that name others are removed first
+                remove_objects(objects[::-1], self.options)  # files that list other files are removed first
         state, self._own_folder = self._own_folder, None
         try:
             if state is not None:

@@ -114,7 +114,7 @@ class CheckpointReader(Located, StorageReader):
         for one in file._live_model().info():
             if (one["metadata"] or {}).get(SAVE, "") != manifest.save:
                 raise CorruptError(
-                    f"overwire: {one['uri']} is from another save than the {NAME} next to it: the checkpoint was "
+                    f"overwire: {one['uri']} is from a different save than the {NAME} next to it: the checkpoint was "
                     f"replaced while it was opened, or files of two saves were mixed: load again",
                     source=one["uri"],
                 )
@@ -275,7 +275,7 @@ class CheckpointReader(Located, StorageReader):
         try:
             value = torch.load(io.BytesIO(content), weights_only=True, map_location="cpu")
         except Exception as error:
-            # Omits the beginning of torch's message, which advises to run the pickle.
+            # Omits the beginning of torch's message, because it advises users to run the pickle.
             reason = str(error).rpartition("WeightsUnpickler error: ")[2].partition("\n")[0]
             why = f"{fqn!r}: torch.load(weights_only=True) refuses it: {reason:.300}"
             raise self._error_of(UntrustedPickleError, fqn, why) from None

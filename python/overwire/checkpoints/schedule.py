@@ -67,7 +67,7 @@ class Duty:
 
 def schedule(plans: Sequence[SavePlan], model: str, most: int, save: str, mark: str) -> list[Duty]:
     """Returns a duty for each rank, from the plans of all ranks. most: the most bytes of a file with several tensors.
-    save: the id. mark: a part of all file names, or "".
+    save: the id of the save. mark: a part of all file names, or "".
 
     Raises CorruptError if the blocks of a tensor do not cover it exactly, and NotSupportedError for planner data that
     cannot be stored in the checkpoint.

@@ -85,8 +85,8 @@ def _is_used(buffers: dict[bool, _Buffer]) -> bool:
 
 
 class _Copying:
-    """One call of `stage`. Call `number_tensors` with each value, then `take_buffers`, `copy_of` with each, and
-    `finish`.
+    """One call of `stage`. Call `number_tensors` with each value, `take_buffers`, `copy_of` with each result, and
+    `finish`, in this order.
 
     buffers: a pinned buffer for GPU tensors (key True), and a buffer for host tensors (key False)."""
 
@@ -133,7 +133,7 @@ class _Copying:
             self.buffers[pinned] = some[0]
 
     def copy_of(self, value: Any) -> Any:
-        """Returns a result of `number_tensors` with copies of the tensors instead of numbers."""
+        """Replaces the numbers in a result of `number_tensors` by copies of their tensors."""
         if type(value) is _Number:
             if (staged := self._copies.get(value)) is None:
                 staged = self._copies[value] = self._copy_tensor(self._tensors[value])

@@ -94,7 +94,7 @@ class CheckpointWriter(Located, StorageWriter):
         self._path = None if path is None else local(path)
         self._place: Place | None = None
         self._duty: Duty | None = None  # set on the coordinator
-        self._plans: list[SavePlan] = []  # the last plans of all ranks, for planners that cache plans
+        self._plans: list[SavePlan] = []  # the latest plan of each rank, for planners that cache plans
         self._save = ""
         self._group_of_save: Any = None
         self._own_groups: list[OwnGroup] = []

@@ -38,7 +38,7 @@ _MODULES: dict[str, dict[str, str]] = {
     },
     "nyacomp": {"_nyacomp": "nyacomp._nyacomp", "nyacomp": "nyacomp"},
     "nyacomp_core": {"_nyacomp": "nyacomp._nyacomp"},
-    "safetensors": {},  # this package stays, and is patched; see `_patch`
+    "safetensors": {},  # the installed package stays, and is patched; see `_patch`
     "tensorizer": {"tensorizer": "tensorizer"},
 }
 

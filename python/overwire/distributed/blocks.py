@@ -1,7 +1,7 @@
 """Loads blocks of open files on the ranks of a group, which share the reading. Each rank loads into its own memory.
 
-Every rank passes the blocks that it needs. The plug-ins for inference engines do this after the engine's own loader has
-shown the destinations of the blocks.
+Every rank passes the blocks that it needs. The plug-ins for inference engines do this once they have recorded where the
+engine's own loader copies each block.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .meeting import describe_open_files, meet
 _WORDS = REQUEST // 8
 
 # The ring is smaller than in a `GroupLoad` of whole models (144 MiB with two ranks), because an inference engine
-# budgets its GPU memory. The same memory in fewer, larger shares was slower by a seventh on four GPUs.
+# budgets its GPU memory. On four GPUs, dividing the same memory into fewer and larger shares was slower by a seventh.
 _BUFFERS = 6
 SHARE = 16 << 20
 
@@ -46,8 +46,9 @@ def should_share_reading(group: Any, pays: bool, open_all: Callable[[], None] = 
     They should if some ranks are on the same host, all can probably map each other's memory, and OVERWIRE_EXCHANGE is
     "mapped", or is "auto" and `pays` is true.
 
-    pays: whether the ranks load onto GPUs or from a store. It must be equal on all ranks. open_all: opens this rank's
-    files; its exceptions are raised on all ranks. Raises ArgumentError on all ranks if OVERWIRE_EXCHANGE differs.
+    pays: whether sharing is worthwhile, because the ranks load onto GPUs or from a store. It must be equal on all
+    ranks. open_all: opens this rank's files; its exceptions are raised on all ranks. Raises ArgumentError on all ranks
+    if OVERWIRE_EXCHANGE differs.
     """
     if group is None:
         return False
@@ -91,7 +92,7 @@ def meet_to_load(group: Any, prepare: Callable[[], tuple[Any, ...] | None]) -> t
 
 
 def _are_comparable(reports: Sequence[dict[str, Any]]) -> bool:
-    # Returns whether all ranks have opened the same names, or files with equal tables. Otherwise each loads by itself.
+    # Returns whether all ranks have opened the same names, or files with equal tables. If not, each loads by itself.
     plans = [one for one in reports if one["opened"] is not None]
     return all(one["tables"] == plans[0]["tables"] or one["opened"].uris == plans[0]["opened"].uris for one in plans)
 

@@ -5,9 +5,9 @@ marked as collective, in the same order. Nothing in this module is called unless
 
 A public function with a group runs inside `group_verb`, including the check of its arguments. If one rank fails, the
 others raise the error at the next agreement (`gather_results`, `agree`). A rank that is reading polls for failures of
-the others (`look_for_failure`). An interrupt while a rank waits for the others is passed on in the same way. An
-exception that leaves the function between two agreements puts the ranks out of step. The other ranks get it through the
-group's store, which waiting ranks poll. The group cannot be used for loads after that.
+the others (`look_for_failure`). If a rank is interrupted while it waits for the others, they learn of it in the same
+way. An exception that leaves the function between two agreements puts the ranks out of step. The other ranks get it
+through the group's store, which waiting ranks poll. The group cannot be used for loads after that.
 
 This module keeps no reference to a group.
 """
@@ -58,13 +58,13 @@ _GRACE = 0.5
 # The seconds by which the clocks of hosts may differ.
 _SKEW = 2.0
 
-# The seconds in which ranks must answer when another rank asks which ranks are alive. It allows four polls.
+# The seconds in which ranks must answer when another rank asks which ranks are alive. That is time for four polls.
 _ANSWER = 1.0
 
 # The exceptions that torch raises if a group's store cannot be reached.
 _UNREACHABLE = (RuntimeError, ValueError, AttributeError, KeyError)
 
-# The seconds that a rank waits for the next agreement after any other error. Reading ranks poll in that time.
+# The seconds that a rank waits for the next agreement after all other errors, while readers poll.
 _PATIENCE = 4.0
 
 # For this many seconds, a rank that waits for a GPU polls without sleeping.
@@ -100,7 +100,7 @@ class Members:
 
     rank: this process in the group. size: the number of ranks. local: the ranks of the group on this host, in
     order. most_local: the number of ranks on the host with the most ranks. hosts: the number of hosts.
-    unreachable: why the ranks of a host cannot map each other's memory. reached: whether they have done so.
+    unreachable: why the ranks of a host cannot map each other's memory. reached: whether they have mapped it.
     """
 
     def __init__(self, group: Any) -> None:
@@ -426,7 +426,7 @@ def _is_work_done(work: Any, began: float) -> bool:
 
 
 class Unmapped(NotSupportedError):
-    """The ranks of a host cannot map each other's memory. This error is internal to the package."""
+    """Raised inside the package if the ranks of a host cannot map each other's memory."""
 
 
 def _severity_of_error(error: BaseException | None, ours: bool) -> int:

@@ -3,7 +3,7 @@
 Each rank opens a path by itself, and the file may be replaced in between. On one host, the ranks must have opened
 files with the same inode, size and times (`stat`), or objects with the same version. On different hosts, the layouts
 must be equal, including the checksums of a compressed file. Copies of a compressed file on one host are also accepted.
-On network file systems inode numbers are not reliable, so size and modification time must also be equal.
+On network file systems inode numbers are not reliable. There, size and modification time must also be equal.
 """
 
 from __future__ import annotations

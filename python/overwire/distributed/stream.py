@@ -16,7 +16,7 @@ from .tensors import TensorLoad
 class GroupArrivals:
     """The tensors of a load by a group, in the order of arrival; see `verbs.streams`. Every method is collective.
 
-    opening: opens the load. positions: those of the tensors that this rank gets, which are their numbers.
+    opening: opens the load. positions: of this rank's tensors; they also serve as the tensors' numbers.
     """
 
     collective = True
@@ -38,7 +38,7 @@ class GroupArrivals:
         return at, self._names[at], lambda: tensor
 
     def end_waits(self) -> None:
-        """Does nothing: a step ends when all ranks have made it."""
+        """Does nothing, because a step ends only when all ranks have taken it."""
 
     def close(self, error: BaseException | None = None) -> None:
         """Ends the load on all ranks. error: the reason, which the other ranks get unless they know it."""
@@ -62,7 +62,7 @@ _open: weakref.WeakSet[GroupArrivals] = weakref.WeakSet()
 
 @atexit.register
 def _close_all() -> None:
-    # Closes loads while the groups still exist. One that is closed later aborts the process.
+    # Closes loads while the groups still exist. A load that is closed later would abort the process.
     for arrivals in list(_open):
         with suppress(Exception):
             if inspect.getgeneratorstate(arrivals._tensors) != inspect.GEN_RUNNING:  # else in a daemon thread

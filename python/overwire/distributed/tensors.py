@@ -110,7 +110,7 @@ class TensorLoad:
         self._tasks: dict[int, CutTensor] = {}  # by position, filled on demand
         self._frame, device, self._dtype = target.frame, target.device, target.dtype
         self._exchange = ranks.exchange_setting()
-        # 0 means no budget. `apply_reports` replaces these by the smallest budgets of all ranks.
+        # 0 means no budget. `apply_reports` replaces these by the smallest budget of any rank.
         self._budget, self._unmapped_budget = budgets[0] or 0, budgets[1]
         self._bitmaps: list[bytes] = []  # bitmaps of the tensors that each rank needs, by rank
         if self._frame.name != "torch":
@@ -166,7 +166,7 @@ class TensorLoad:
         return dims
 
     def slice_size(self, at: int) -> tuple[int, int]:
-        """Returns a position, and the number of elements of this rank's slice as the file counts them. Not
+        """Returns the tensor's position, and the number of elements of this rank's slice as the file counts them. Not
         collective."""
         if at not in self._dims:
             return at, WHOLE
@@ -318,7 +318,7 @@ class TensorLoad:
         ):
             return Wants(window)
         tasks = [self.cut_tensor(at) for at in window]
-        kinds = {(task.row.dtype, task.shape, task.dim): task for task in tasks}  # few kinds, because layers are alike
+        kinds = {(task.row.dtype, task.shape, task.dim): task for task in tasks}  # few, because layers are alike
         blocks = {kind: [self._cutting.block(task, rank) for rank in local] for kind, task in kinds.items()}
         needs = [
             (task.at, number, *block)
@@ -390,7 +390,7 @@ class TensorLoad:
 
     def _windows_of(self, positions: list[int], most: int) -> list[list[int]]:
         # Divides positions into windows of at most `most` bytes, or of one larger tensor. most=0 means a single window.
-        # All ranks get the same windows for shared positions.
+        # For positions that all ranks load together, all ranks get the same windows.
         windows: list[list[int]] = [positions] if positions and not most else []
         left = 0
         for at in positions if most else ():

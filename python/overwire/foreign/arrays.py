@@ -53,7 +53,7 @@ class _Bytes(NamedTuple):
     size: int
     checksum: int | None
     deflated: bool
-    is_array: bool = True  # judged by the name's extension
+    is_array: bool = True  # whether the name ends in .npy
 
     def error_of(self, why: str, kind: type[OverwireError] = FormatError) -> OverwireError:
         return kind(f"overwire: open {self.path}: {self.name}: {why}", source=self.path, tensor=self.name)
@@ -182,7 +182,7 @@ def _read_entries(files: Files, path: str) -> list[_Bytes]:
             entries = entries_of(file)
     except BAD_ZIP as error:
         kind = CorruptError if is_archive else FormatError
-        what = "a .npz file, cut off or damaged" if is_archive else "not a .npz file"
+        what = "a .npz file, truncated or damaged" if is_archive else "not a .npz file"
         raise make_error(f"{what} ({error}): copy or fetch it again", kind) from error
     sources: list[_Bytes] = []
     for info in entries:
@@ -193,10 +193,10 @@ def _read_entries(files: Files, path: str) -> list[_Bytes]:
         files.fill_block(path, memoryview(head), info.header_offset)
         start = info.header_offset + 30 + sum(struct.unpack_from("<HH", head, 26))
         if head[:4] != b"PK\3\4" or start + info.compress_size > size:
-            raise make_error(f"{name} is cut short: copy or fetch it again", CorruptError)
+            raise make_error(f"{name} is truncated: copy or fetch it again", CorruptError)
         deflated = info.compress_type == zipfile.ZIP_DEFLATED
         if info.flag_bits & 1 or not deflated and info.compress_type != zipfile.ZIP_STORED:
-            raise make_error(f"{name} is encrypted, or compressed with another method than deflate", NotSupportedError)
+            raise make_error(f"{name} is encrypted, or compressed with a method other than deflate", NotSupportedError)
         if not deflated and info.compress_size != info.file_size:
             raise make_error(f"{name} has {info.compress_size} bytes, but should have {info.file_size}")
         place = (start, info.compress_size, info.file_size, info.CRC, deflated)

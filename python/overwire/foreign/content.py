@@ -135,7 +135,7 @@ def _lay_out(content: Content, notes: dict[str, str], source: str) -> tuple[byte
     numbers = [n for size in sizes for n in (ctypes.addressof(anywhere) if size else 0, size, 0)]
     try:
         front = _verbs.plain_front(spec, array("q", numbers).tobytes())
-    except ArgumentError as error:  # a name that files cannot have
+    except ArgumentError as error:  # the name cannot be stored in a safetensors file
         reason = str(error).rpartition("bad argument: ")[2]
         is_named = error.tensor is None or repr(error.tensor)[1:-1] in reason
         name = "" if is_named else f"tensor {error.tensor!r}: "
@@ -146,7 +146,7 @@ def _lay_out(content: Content, notes: dict[str, str], source: str) -> tuple[byte
 
 def _copy_tensors(tensors: list[tuple[Stored, int]], number: int) -> None:
     """Writes tensors to their offsets in the file, several at a time."""
-    failure = keep_error()  # of a worker, or Ctrl-C; then the workers stop at their next block
+    failure = keep_error()  # the first error of a worker, or Ctrl-C; the workers then stop at their next block
 
     def copy_tensor(one: tuple[Stored, int]) -> None:
         tensor, at = one

@@ -5,7 +5,7 @@ each chunk, and each other object, it gives a file in the folder, an offset and 
 bytes there are the output of one torch.save call. `machine` reads the pickle: its classes become
 placeholders with attributes, and nothing is imported or called.
 
-These are checked before the first tensor is read: the chunks of a tensor have each element once,
+These are checked before the first tensor is read: the chunks of a tensor contain each element exactly once,
 entries do not share bytes, and the stored objects match the description.
 
 Source: torch.distributed.checkpoint's documentation and public classes, and its files.
@@ -148,7 +148,7 @@ class _Reader:
         self._source = os.path.join(folder, self._name_of_description(names))
         data = read_file(self._source, _MOST)
         with files.open_file(self._source):
-            pass  # note its permissions
+            pass  # opening the file notes its permissions
         budget = Budget(self._source, len(data), _CURE)
 
         def refuse_reference(pid: Any) -> Any:
@@ -178,7 +178,7 @@ class _Reader:
         rank = _OF_RANK.fullmatch(of_ranks[0])[1]  # type: ignore[index]
         others = sorted(name for name in names if name.endswith(ENDING) and not name.startswith(f"__{rank}_"))
         if others:
-            text = f"{of_ranks[0]} is the only description, and {others[0]} is of another rank: fetch the whole folder"
+            text = f"{of_ranks[0]} is the only description, but {others[0]} is another rank's: fetch the whole folder"
             raise NotFoundError(f"overwire: open {self._folder}: {text}", source=self._folder)
         return of_ranks[0]
 
@@ -236,7 +236,7 @@ class _Reader:
             if place is None:
                 raise self._error("no location is listed for it", name=name)
             self._add_object(content, name, place)
-        for name, offset in stored:  # no writer lists such a location, and the model may lack a tensor
+        for name, offset in stored:  # no writer lists such a location, so a tensor may be missing from the description
             why = f"no entry describes its location for offset {None if offset is None else list(offset)}"
             raise self._error(why, name=name)
         unused = sorted(name for name in self._names - used if name.endswith(ENDING))
@@ -392,7 +392,7 @@ def _run_of_item(files: Files, path: str, item: StoredTensor) -> Run:
     one = BITS[item.dtype] // 8 or 1
     size = math.prod(item.shape) * one
     start, end = item.storage
-    if size > end - start:  # has strides of 0, which a checkpoint's writer never saves
+    if size > end - start:  # the tensor has strides of 0, which a checkpoint's writer never saves
         text = f"overwire: open {path}: a tensor of {size} bytes has only {end - start} bytes of storage at {start}"
         raise FormatError(text, source=path, offset=start)
     storage = Run(files, path, start, end - start, item.checksum)

@@ -1,7 +1,7 @@
 """Reads tensors that are stored in parts. A part is a box of the tensor, in consecutive bytes of a file.
 
-`check_cover` first checks that the parts have each element once. The tensor is then read in bands
-of rows, which takes only a few blocks of memory.
+`check_cover` first checks that the parts contain each element exactly once. The tensor is then read in bands of rows,
+which needs only a few blocks of memory.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from ..errors import CorruptError, NotSupportedError, OverwireError, error_of_sy
 from ..files import regular, state_of_file
 from .content import BLOCK
 
-# Limits: files that are open at the same time, nested divisions of boxes, boxes to search for an overlap.
+# Limits: how many files are open at the same time, how deeply boxes are divided, and how many boxes are searched for an
+# overlap.
 _OPEN, _DIVISIONS, _PAIRS = 64, 64, 512
 
 
@@ -167,7 +168,7 @@ class Chunk(NamedTuple):
 
 
 class Joined:
-    """A tensor of parts that `check_cover` has accepted.
+    """A tensor that consists of parts that `check_cover` has accepted.
 
     name: the tensor's name in errors. dtype, shape: see `Stored`. box: the shape in the units
     of the parts' offsets and sizes; by default `shape`.
@@ -240,7 +241,7 @@ def _scatter(
     last = len(box) - 1
     while last > axis + 1 and one.sizes[last] == box[last]:
         last -= 1
-    run = math.prod(one.sizes[last:]) * item  # bytes that are contiguous in both
+    run = math.prod(one.sizes[last:]) * item  # the number of bytes that are contiguous in both the part and the band
     strides = [math.prod(box[dim + 1 :]) * item for dim in range(axis, last)]
     base = sum(one.offsets[dim] * math.prod(box[dim + 1 :]) * item for dim in range(axis + 1, last + 1))
     counts = (count, *one.sizes[axis + 1 : last])
@@ -300,7 +301,8 @@ def _with(numbers: tuple[int, ...], at: int, value: int) -> tuple[int, ...]:
 
 
 def _divide(boxes: list[Box], inside: list[int], axis: int) -> list[tuple[list[int], int, int]]:
-    """Divides boxes into groups that do not overlap along an axis. Returns each group with its begin and end there."""
+    """Divides boxes into groups that do not overlap along an axis. Returns each group with its begin and end on the
+    axis."""
     groups: list[tuple[list[int], int, int]] = []
     for number in sorted(inside, key=lambda one: boxes[one][0][axis]):
         start = boxes[number][0][axis]

@@ -19,7 +19,8 @@ from ..portable.folders import choose_files, refuse_incomplete
 from . import arrays, dcp, shards, tars
 from .content import Content, Mapped
 
-#: The usual names of weights. Libraries that use these names use them for all weights. A number distinguishes models.
+#: The usual names of weights. Libraries that use these names use them for all weights. A number in a name distinguishes
+#: models.
 _WEIGHTS = re.compile(
     r"(pytorch_model|diffusion_pytorch_model|adapter_model|open_clip_pytorch_model)(_\d+)?([-.].*)?\.bin"
 )

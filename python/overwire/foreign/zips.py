@@ -1,4 +1,5 @@
-"""Reads the directories of zip archives, which may be a part of a file. Sizes are limited, and no entry is read."""
+"""Reads the directories of zip archives. An archive may be a part of a larger file. Sizes are limited, and no entry is
+read."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ Span = tuple[int, int]
 
 
 class LargeDirectory(zipfile.BadZipFile):
-    """A directory claims to have more bytes than the limit."""
+    """The directory of an archive claims to be larger than the limit."""
 
 
 class Part:
@@ -36,7 +37,7 @@ class Part:
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         base = {os.SEEK_SET: self._start, os.SEEK_CUR: self._file.tell(), os.SEEK_END: self._end}[whence]
         if not self._start <= base + offset < 1 << 63:
-            if whence != os.SEEK_SET:  # zipfile seeks back from the end, and treats this as a short file
+            if whence != os.SEEK_SET:  # zipfile seeks back from the end, and treats this error as that of a short file
                 raise OSError(f"{offset} bytes before the end")
             raise zipfile.BadZipFile(f"its directory is at the invalid offset {offset}")
         return self._file.seek(base + offset) - self._start

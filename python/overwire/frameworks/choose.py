@@ -119,7 +119,7 @@ def device_number(device: Any) -> int:
     """Returns the GPU number of a `device=` argument: -1 if it names no number, -2 for the host. Raises
     ArgumentError and NotSupportedError."""
     if str(device) in ("cpu", "cpu:0"):
-        return HOST  # answered here, so that loads to the host work in a forked child
+        return HOST  # answered without the engine, so that loads to the host work in a forked child
     if isinstance(device, int) and not isinstance(device, bool):
         return _verbs.device(f"cuda:{device}")
     if isinstance(device, str) and device in _NAMES:

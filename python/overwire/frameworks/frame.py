@@ -56,7 +56,7 @@ class Frame:
     name: str
 
     #: Makes a tensor from a capsule and takes ownership of the capsule. It supports only tensors with bytes, and
-    #: dtypes that are exported unchanged. None if no single C call does this.
+    #: dtypes that are exported unchanged. None if no single C call can do this.
     make: Callable[[Any], Any] | None = None
 
     def refuse_mode(self) -> None:
@@ -115,8 +115,8 @@ class Frame:
         raise NotImplementedError
 
     def view(self, tensor: Any) -> View:
-        """Describes a tensor's own memory. Only copies tensors that have no usable memory: lazy conjugates,
-        another byte order, unpacked F4."""
+        """Describes a tensor's own memory. Copies only tensors without usable memory: lazy conjugates, arrays in a
+        foreign byte order, unpacked F4."""
         raise NotImplementedError
 
 
@@ -135,8 +135,8 @@ def check_empty(dtype: str, shape: tuple[int, ...], name: str | None = None) -> 
 
 
 def overlaps_itself(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Returns whether elements of a strided tensor may share memory. Also true for irregular strides of elements that
-    do not share memory. Strides count elements."""
+    """Returns whether elements of a strided tensor may share memory. With irregular strides, the result may be True
+    although no elements share memory. Strides count elements."""
     end = 0
     for stride, count in sorted(zip(map(abs, strides), shape, strict=True)):
         if count > 1:

@@ -120,7 +120,7 @@ def users_of(tensor: Any) -> int:
             f"overwire: torch {torch.__version__} cannot count the users of a storage: install another version"
         )
     storage = tensor.untyped_storage()
-    return int(_count_users(storage._cdata)) + sys.getrefcount(storage)  # users of Python's storage object count as one
+    return int(_count_users(storage._cdata)) + sys.getrefcount(storage)  # Python's storage object counts once
 
 
 def _storage_size(tensor: Any) -> int | None:
@@ -203,8 +203,8 @@ def _copy_in_steps(into: Any, values: Any, flips: Sequence[int]) -> None:
 
 
 def local_part(tensor: Any, where: str, name: str | None = None) -> tuple[Any, tuple[tuple[int, int], ...]] | None:
-    """Returns this rank's part of a DTensor, and the [low, high) of each dimension of the whole tensor that it covers;
-    None for other tensors.
+    """Returns this rank's part of a DTensor, and the range [low, high) that it covers in each dimension of the whole
+    tensor; None for other tensors.
 
     Raises the errors of `check_memory`, and NotSupportedError if the part is not a block of the tensor: a
     partial sum, shards in an unknown order, a rank outside of its mesh.
@@ -256,7 +256,7 @@ def _ranges_of_rank(
 
 def is_distributed(tensor: Any) -> bool:
     """Returns whether a tensor is a DTensor."""
-    # Look in sys.modules: the import takes a second, and before it no DTensor can exist.
+    # Look in sys.modules instead of importing: the import takes a second, and before it no DTensor can exist.
     module = sys.modules.get("torch.distributed.tensor") or sys.modules.get("torch.distributed._tensor")
     return module is not None and isinstance(tensor, getattr(module, "DTensor", ()))
 

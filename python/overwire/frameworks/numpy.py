@@ -16,7 +16,7 @@ from ..errors import ArgumentError, MissingPackageError, NotSupportedError
 from .frame import Frame, check_empty
 from .views import Bytes, View
 
-# The types of ml_dtypes; the others are numpy's own.
+# The types that ml_dtypes provides; the others are numpy's own.
 _EXTRA = {name: called for name, called in CALLED.items() if called.startswith(("float8", "bfloat16"))} | {
     "F4": "float4_e2m1fn"
 }
@@ -25,7 +25,7 @@ SAVED = {dtype: name for name, dtype in (_OWN | _EXTRA).items()}
 
 
 class _Holder:
-    # The base of a numpy array. The capsule frees the memory with the last array over it.
+    # The base of a numpy array. The capsule frees the memory when the last array over it is gone.
     __slots__ = ("__array_interface__", "capsule")
 
     def __init__(self, capsule: Any, pointer: int, kind: str, shape: tuple[int, ...]):

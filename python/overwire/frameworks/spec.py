@@ -91,7 +91,7 @@ class TensorSpec:
                 f"overwire: got {self._data_len} bytes for shape {self._shape} of {self._dtype}, expected {size}"
             )
         if size and not self._data_ptr:
-            raise ArgumentError(f"overwire: {size} bytes of {self._dtype} at address 0: give the address of the data")
+            raise ArgumentError(f"overwire: {size} bytes of {self._dtype} at address 0: pass the address of the data")
         return Bytes(self._dtype, shape, self._data_ptr if size else 0, size, self)
 
 

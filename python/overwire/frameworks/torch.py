@@ -26,7 +26,7 @@ from .memory import cast_tensor, check_memory, check_shape, copy_of, is_ready, r
 if TYPE_CHECKING:
     from .views import Bytes, View
 
-# The C function, if this torch has it. torch's wrapper takes a quarter longer.
+# The C function, if this torch has it. torch's Python wrapper takes a quarter longer.
 from_dlpack: Any = getattr(torch._C, "_from_dlpack", torch.utils.dlpack.from_dlpack)
 _to_dlpack: Any = getattr(torch.utils.dlpack, "to_dlpack")  # noqa: B009  typed as private
 
@@ -39,7 +39,7 @@ _REAL = frozenset(dtype for dtype in SAVED if not dtype.is_complex)
 
 
 def torch_dtype(name: str) -> torch.dtype | None:
-    """Returns torch's dtype for a file's dtype name; None if the installed torch lacks it."""
+    """Returns torch's dtype for a dtype name in a file, or None if the installed torch lacks it."""
     return _TYPES.get(name)
 
 
@@ -95,8 +95,8 @@ def _free_memory(device: str) -> tuple[int | None, int | None]:
         return None, None
 
 
-# torch's allocator requests 2 MiB at a time from the driver, or 20 MiB for a tensor of 1 to 10 MiB. That wastes
-# memory, and each request pauses copies for 0.1 ms. So tensors above `_LEAST` share allocations of at most
+# torch's allocator requests 2 MiB at a time from the driver, or 20 MiB for a tensor of 1 to 10 MiB. Single allocations
+# thus waste memory, and each request pauses copies for 0.1 ms. So tensors above `_LEAST` share allocations of at most
 # `_GROUP`, or `_LARGE_GROUP` if all tensors are made in one batch: then several processes make requests at the
 # same time, and the driver serves them one by one. Each tensor begins at a multiple of `_ROUND`.
 _ROUND, _LEAST, _GROUP, _LARGE_GROUP = 512, 1 << 20, 1 << 30, 4 << 30
@@ -170,7 +170,7 @@ def _idle_memory(device: torch.device) -> int:
     """Returns the bytes on a GPU that torch's allocator caches, but no tensor uses."""
     stats = torch.cuda.memory_stats_as_nested_dict(device)
     sums = [stats[name]["all"]["current"] for name in ("reserved_bytes", "allocated_bytes") if stats]
-    return int(sums[0] - sums[1]) if sums else 0  # empty before torch has used a GPU
+    return int(sums[0] - sums[1]) if sums else 0  # the statistics are empty before torch has used a GPU
 
 
 def unused(device: str) -> int:
@@ -186,7 +186,7 @@ def around(device: str) -> tuple[int, bool]:
     try:
         return torch._C._cuda_getCurrentRawStream(index), torch.is_inference_mode_enabled()
     except RuntimeError as error:  # no driver, or no such device
-        stream_of(device)  # raises a clearer error
+        stream_of(device)  # raises a clearer error, if it fails
         raise DeviceError(f"overwire: device {device!r}: {error}") from error
 
 
@@ -203,8 +203,8 @@ def give_back(device: str) -> None:
 
 
 def _collect_garbage() -> None:
-    # Loaders that make thousands of modules disable the cycle collector. A load must not fail while the
-    # collector could free memory.
+    # Loaders that make thousands of modules disable the cycle collector. A load must not fail while a collection could
+    # free memory.
     if not gc.isenabled():
         gc.collect()
 
@@ -355,7 +355,7 @@ class TorchFrame(Frame):
             tensors = next(self.empty_in_batches(device, rows, len(rows), len(rows)), {})
         if tensors is None:  # the error, and the tensors made before it, are freed
             _collect_garbage()
-            _verbs.empty_cache()  # without the engine's staging memory there may be enough
+            _verbs.empty_cache()  # there may be enough memory without the engine's staging memory
             tensors = next(self.empty_in_batches(device, rows, len(rows), len(rows)))
         return [tensors[at] for at in range(len(rows))]
 

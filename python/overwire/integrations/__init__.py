@@ -2,9 +2,9 @@
 
 The modules for libraries replace functions of a library while `overwire.patch_safetensors` is active. Each
 defines `MODULES`, the library's modules that it uses, and `pair_replacements(found, lazy)`. `found` looks up a
-name in one of these modules, and `lazy` offers the patch's services (`Lazy`). The function returns pairs of an
-object and its replacement. The object is a module's attribute, or a class and the name of a member. If a version
-of the library lacks a name, that pair is omitted, and the library reads its files tensor by tensor.
+name in one of these modules, and `lazy` provides the services of the patch (`Lazy`). The function returns pairs of an
+object and its replacement. An object is given as an attribute of a module, or as a class and the name of a member. If a
+version of the library lacks a name, that pair is omitted, and the library reads its files tensor by tensor.
 
 The packages for inference engines, `vllm` and `sglang`, are plug-ins that the engines' registries find. Both
 read with `iter_weights`. The modules for libraries and the plug-ins use `AfterImport`.
@@ -22,8 +22,8 @@ __all__ = ["AfterImport", "Lazy", "missing_names", "refuse_missing", "check_opti
 
 
 class AfterImport:
-    """A finder for sys.meta_path. Python finds and runs the named modules as usual, and `then` is called with each
-    afterwards. A module is skipped if its loader's attributes cannot be set."""
+    """A finder for sys.meta_path. Python finds and runs the named modules as usual, and then `then` is called with each
+    of them. A module is skipped if its loader's attributes cannot be set."""
 
     def __init__(self, names: Container[str], then: Callable[[ModuleType], None]) -> None:
         self._names, self._then = names, then
@@ -51,8 +51,8 @@ class Lazy(NamedTuple):
     ahead: creates one load for many such tensors, or returns the load that was passed to this thread. The classes
     `Slice` and `Ahead` are in `overwire.compat.safetensors._lazy`.
     passed: whether a load was passed to this thread.
-    plan: a context manager for calls that open files themselves. Inside it, slices that this thread opens are loaded
-    ahead if plan(name) returns their device.
+    plan: a context manager for calls that open files themselves. Inside it, slices that this thread opens are loaded in
+    advance if plan(name) returns a device for them.
     compressed: whether a file is an overwire container. open: opens a file.
     prepare: starts to prepare the engine for one device, or for the devices of a device_map.
     offloads: whether weights that a library keeps on the host for a GPU are streamed."""
@@ -119,7 +119,7 @@ def iter_weights(
 ) -> Iterator[tuple[str, Any]]:
     """Yields names and tensors from plain or compressed safetensors files, in file order.
 
-    Each tensor is on the device and belongs to the caller. At most `max_memory` bytes are loaded
+    Each tensor is on the device and owned by the caller. At most `max_memory` bytes are loaded
     ahead, or the largest tensor if that is larger.
 
     where: as for `overwire.load_file`. chosen: the result of `check_options`. wanted: whether

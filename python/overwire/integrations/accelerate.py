@@ -1,9 +1,10 @@
 """Patches accelerate for `overwire.patch_safetensors`.
 
 Weights that are offloaded to disk stay in compressed files, and can still be read after the patch ends. With
-`offload=True`, weights that are offloaded to the CPU are compressed there. accelerate would fetch them when each module
-runs; overwire fetches them ahead, block by block. accelerate's other functions (state dicts of meta tensors,
-`align_module_device`, `save_model`, removing its hooks) find every weight through accelerate's own map of weights.
+`offload=True`, weights that are offloaded to the CPU are compressed there. accelerate would fetch each module's weights
+when it runs. overwire fetches them in advance, block by block. accelerate's other functions (state dicts of meta
+tensors, `align_module_device`, `save_model`, removing its hooks) find every weight through accelerate's own map of
+weights.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ class _Weights(Mapping[str, Any]):
 
 
 def _stream_modules(model: Any) -> None:
-    # Streams the weights of a model that accelerate has just dispatched.
+    # Streams the weights of a model to which accelerate has just attached its hooks.
     import torch
     from accelerate.hooks import AlignDevicesHook
 

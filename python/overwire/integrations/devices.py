@@ -1,4 +1,4 @@
-"""Finds the device for an engine's tensors, and the group of ranks that divide them."""
+"""Finds the device for an inference engine's tensors, and the group of ranks that divide them."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ _PIPELINE = "diffusers.pipelines.pipeline_utils"
 #: The modules of diffusers that `pair_replacements` uses.
 MODULES = (_CONFIG, _MODEL, _PIPELINE)
 
-# The largest config.json or shard index that is read here. diffusers reads larger ones.
+# The largest config.json or shard index that this module reads, in bytes. Only diffusers reads larger ones.
 _JSON_BYTES = 64 << 20
 
 # The engine loads tensors of at least this many bytes into memory of torch's allocator.
@@ -103,7 +103,7 @@ class _Model:
     def note_tensor(self, path: str, name: str, device: Any, dtype: Any) -> tuple[str, str, str, str] | None:
         """Notes a tensor to load and returns its key for `give_tensor`, or None if safetensors should read it."""
         tensor = self.slices_of(path)[name]
-        if (path, device) not in self._targets:  # it is the same for all tensors of a file
+        if (path, device) not in self._targets:  # the answer is the same for all tensors of a file
             self._targets[path, device] = tensor.device(device) if isinstance(tensor, self._slice) else None
         target = self._targets[path, device]
         if target is None:
@@ -240,7 +240,7 @@ def _note_components(owner: Any) -> Any:
     def extract_init_dict(cls: Any, *args: Any, **kwargs: Any) -> Any:
         result = original.__get__(None, cls)(*args, **kwargs)
         scope = _current_scope()
-        # The pipeline calls this before its models do.
+        # The pipeline calls this before its models call it.
         if scope is not None and scope.given is not None and scope.parts is None:
             scope.parts = dict(result[0])
         return result
@@ -412,7 +412,7 @@ def _device_of(device_map: Any, name: str) -> Any:
         return "cpu"
     while name and name not in device_map:
         name = name.rpartition(".")[0]
-    place = device_map.get(name, "cpu")  # diffusers reports a missing entry
+    place = device_map.get(name, "cpu")  # diffusers reports the missing entry
     return "cpu" if place == "disk" else place
 
 

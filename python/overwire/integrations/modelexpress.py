@@ -1,8 +1,8 @@
 """Adds a loading strategy `overwire` to ModelExpress, for vLLM.
 
 ModelExpress tries its strategies in order, from another worker's memory to the disk. The strategies that read files
-cannot read compressed ones. For a model with compressed files this strategy is inserted before them. It loads like
-the load format `overwire`.
+cannot read compressed ones. For a model with compressed files, this strategy is inserted before them. It loads in the
+same way as the load format `overwire`.
 
     python -m overwire.integrations.modelexpress > $MX_PLUGIN_DIR/mx_plugin_overwire.py
 

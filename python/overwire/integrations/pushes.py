@@ -62,7 +62,7 @@ class Publisher:
     all engines must have loaded a push before the next one begins. With group, the local folder for the file that is
     sent; None uses a temporary folder.
     deltas: keeps a copy of the pushed tensors on their device, and pushes only changes. The first push, a push after an
-    error, and a push of tensors with other names, dtypes, shapes or devices contain all tensors.
+    error, and a push in which names, dtypes, shapes or devices have changed contain all tensors.
     """
 
     def __init__(
@@ -169,14 +169,14 @@ class Group:
         self._store.add(f"{number}/refusals", 1)
 
     def send(self, path: str, number: int = 1, has_ended: Callable[[], bool] = lambda: False) -> None:
-        """Sends a file to all other ranks. Raises ArgumentError on all ranks if one of them expects another size or
+        """Sends a file to all other ranks. Raises ArgumentError on all ranks if one of them expects a different size or
         refuses the push. number: the number of the push, larger than all earlier ones. has_ended: as for
         `Push.carry`."""
         from ..errors import ArgumentError
 
         reason = "the trainer failed before it sent the push"
         for key in ("reason", "verdict", "answers", "refusals", "refusal", *range(1, self._size)):
-            self._store.delete_key(f"{number - 2}/{key}")  # all ranks are done with that push
+            self._store.delete_key(f"{number - 2}/{key}")  # all ranks have finished with that push
         self._store.set("number", str(number))
         self._store.add("begun", 1)
         try:
@@ -224,7 +224,7 @@ class Group:
         from ..errors import ArgumentError
 
         def is_ready() -> bool:
-            # Returns whether the trainer sends this push. Raises if it sends another one.
+            # Returns whether the trainer sends this push. Raises an error if it sends a different one.
             if not self._read_counter("begun"):
                 return False
             current = int(self._store.get("number"))

@@ -7,7 +7,7 @@ memory comes from torch's allocator, which transformers' warm-up has filled. The
 is not copied again.
 
 Models with a part offloaded to disk, and models that are quantised while they load, are read tensor by tensor, because
-loading ahead would need the memory that they save. Slices of a tensor-parallel plan are also read one by one, each
+loading ahead would need the memory that they save. With a tensor-parallel plan, slices are also read one by one, each
 directly to its device.
 
 While transformers builds the modules, the engine prepares the GPUs of the `device_map`.
@@ -123,7 +123,7 @@ def _wrap_conversion(convert: Any, spawn: Any, lazy: Lazy) -> list[tuple[Any, An
         give = ahead.want(tensor, target, dtype)
 
         def materialize() -> Any:
-            # This does nothing unless the engine cannot do the cast.
+            # This casts only if the engine could not.
             return give().to(device=device, dtype=dtype)
 
         return materialize if thread_pool is None else _Result(materialize)

@@ -1,4 +1,4 @@
-"""Asks the engine how much memory a load takes, and compares that with the budget."""
+"""Gets the engine's estimate of the memory that a load takes, and compares it with the budget."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def estimate(
     stream: bool = False,
     keep: int | None = None,
 ) -> LoadEstimate:
-    """Returns the engine's estimate of the memory that a load takes. parts: the parts of the model to load, as (tensor,
-    number of elements, or -1 for all). None: the tensors in `model.chosen`. keep: the bytes of blocks that an offload
-    keeps; the estimate then includes an offload. stream: whether tensors are loaded one at a time. Raises
-    OutOfMemoryError if the load takes more than max_memory.
+    """Returns the engine's estimate of the memory that a load takes. parts: the parts of the model to load, each as a
+    tensor's position and a number of elements (-1 for all); None means the tensors in `model.chosen`. keep: the bytes
+    of blocks that an offload keeps; the estimate then includes an offload. stream: whether tensors are loaded one at a
+    time. Raises OutOfMemoryError if the load takes more than max_memory.
     """
     numbers = array("q")
     if parts is None and model.chosen is not None:

@@ -35,7 +35,7 @@ _SPECIAL = (errno.EISDIR, errno.ESPIPE, errno.ENXIO)
 # The longest header that the format allows.
 _HEADER = 100_000_000
 
-# The names of an index.json, and of a numbered shard.
+# Patterns for the names of an index.json and of a numbered shard.
 _INDEX = re.compile(r"[^.].*\.safetensors(\.[^.]+)?\.index(\.[^.]+)?\.json")
 _SHARD = re.compile(r"(.*)-(\d{1,9})-of-(\d{1,9})\.safetensors")
 
@@ -153,7 +153,7 @@ class ForkedModel(Model):
             warnings.warn(
                 "overwire: this process was forked after the engine had started, so it decodes compressed files "
                 "slowly, without the engine: use the spawn or forkserver start method",
-                stacklevel=4,  # the caller of the public function
+                stacklevel=4,  # so that the warning names the caller of the public function
             )
         if [one for uri in uris for one in _files_of(uri)] != parts:
             raise errors.CorruptError(f"overwire: open {uris[0]}: it was replaced while it was opened", source=uris[0])

@@ -23,7 +23,7 @@ class KeptFile:
         sources = self._model.info()
         #: Whether the file is an overwire container.
         self.compressed = any(part["overwire"] for part in sources)
-        #: Whether the model has no other files. An index.json names several.
+        #: Whether this file is the whole model. An index.json may name several files.
         self.alone = [part["uri"] for part in sources] == [path]
 
     def shared_model(self) -> Model:

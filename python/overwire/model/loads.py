@@ -86,7 +86,7 @@ class Load:
         return tensors
 
     def _make_tensors(self, make: Callable[[Any], Any], early: bool) -> list[Any]:
-        # Creates the tensors of capsules that need only `make`. early: start while the job still runs.
+        # Creates the tensors of capsules that need only `make`. early: whether to start while the job still runs.
         tensors: list[Any] = [None] * len(self.rows)
         for at, tensor in self.places.items():
             tensors[at] = tensor

@@ -66,7 +66,7 @@ _OPENS = ("mmap", "lenient", "keys", "filter", "storage_options", "read", "host"
 
 
 def opening(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns those options of a public function that `Model` takes. The option `ray` becomes one of the store's."""
+    """Returns those options of a public function that `Model` takes. The option `ray` becomes a storage option."""
     opens = {name: options[name] for name in _OPENS if name in options}
     if options.get("ray") is not None:
         opens["storage_options"] = {**(opens.get("storage_options") or {}), "ray": options["ray"]}
@@ -104,9 +104,9 @@ class Model:
         host: bool | None = None,
     ):
         """Opens a model. keys, filter: select the tensors to load (`chosen`). With an index.json, only shards with
-        selected tensors are opened. probe: the file may not exist, so metrics do not count an error. opened: the
-        engine's number for a .tensors file that is open already. parts: accept files that contain only parts of
-        tensors, according to their metadata. host: see `LoadOptions`."""
+        selected tensors are opened. probe: whether the file may be missing, so that metrics count no error. opened: the
+        engine's number for a .tensors file that is open already. parts: whether to accept files with only parts of
+        tensors, as their metadata shows. host: see `LoadOptions`."""
         self.device = device
         self.read = read
         check_values(keys=keys, filter=filter)
@@ -117,7 +117,7 @@ class Model:
             self.read = read
             self._shared = source
             if getattr(source, "has_bytes", True):
-                self.lands = device  # needs no preload, because the source has the files' bytes in memory
+                self.lands = device  # the source has the files' bytes in memory, so no preload is needed
             self.chosen = self.choose(keys, filter)
             return
         opened_source = resolve_plain(source)
@@ -136,7 +136,7 @@ class Model:
             if names is not None:
                 filter = _filter_of(filter, names)
                 spec["keys"] = keys = [name for name in names if filter(name)]
-                filter = None  # it has been applied
+                filter = None  # the engine has already applied it
         elif keys is not None:
             spec["keys"] = [key for key in keys if isinstance(key, str)]
         if opened:
@@ -162,7 +162,7 @@ class Model:
         self.table: list[tuple[str, str, tuple[int, ...], int, int, int, int]] = table
         self._sources = text
         with after_error(self.close):
-            if self.table and self.table[-1][5] > 0:  # several files
+            if self.table and self.table[-1][5] > 0:  # the model has several files
                 self._refuse_twins(dict(zip(uris, self.uris, strict=False)))
             self.chosen = self.choose(keys, filter)
 
@@ -374,7 +374,7 @@ class Model:
             # A load that waits for another one has time to allocate all tensors in one batch, which leaves fewer gaps.
             first = len(large) if after else _FIRST_BATCH
             places = self._settle_targets(job, large, rows, frame, first) if large else {}
-        if places is None:  # tries again, because the abandoned load has freed its memory
+        if places is None:  # try again, because the abandoned load has freed its memory
             places = dict(zip(large, frame.empty_on(self.device, [rows[at] for at in large]), strict=True))
             for at, tensor in places.items():
                 pointers[at] = tensor.data_ptr()
@@ -423,8 +423,8 @@ def _filter_of(filter: Callable[[str], bool], names: Iterable[str]) -> Callable[
 
 
 class Target:
-    """What a load makes. dtype: the framework's dtype to cast to; None: no cast. max_memory: the most bytes on the
-    device; None: no limit."""
+    """Describes the tensors that a load makes. dtype: the framework's dtype to cast to; None means no cast. max_memory:
+    the most bytes on the device; None: no limit."""
 
     def __init__(self, frame: Frame, device: str, dtype: Any, max_memory: int | str | None) -> None:
         self.frame, self.device, self.dtype, self.max_memory = frame, device, dtype, max_memory
@@ -441,7 +441,7 @@ def check_target(framework: Any, device: Any, options: Mapping[str, Any]) -> Tar
 
 
 def prepare(device: str, exchange: bool = False) -> None:
-    """Starts to initialise a GPU before a load needs it. exchange: for ranks that exchange the bytes that they read."""
+    """Starts to initialise a GPU before a load needs it. exchange: whether ranks will exchange bytes."""
     if device != "cpu":
         _verbs.prepare(device, int(exchange))
 

@@ -152,10 +152,10 @@ class LoadOptions(StreamOptions, total=False):
 LoadOptions.__module__ = "overwire"  # users import it from there
 
 
-# Options with a default other than False and None.
+# Options with a default other than False or None.
 _DEFAULTS = {"compress": True, "level": "default"}
 
-# Options of other libraries: our option for the same purpose, and what to write instead.
+# Maps options of other libraries to our option for the same purpose, and to the advice in the error.
 _INSTEAD = {
     "map_location": ("device", "write device='cpu' or device='cuda'"),
     "device_map": ("device", "write device='cuda', or offload(model) for a model larger than the GPU"),
@@ -289,8 +289,8 @@ def check_values(**values: object) -> None:
 
 
 def check_options(verb: str, options: Mapping[str, object], kind: Any) -> None:
-    """Raises TypeError for names that are not options of this kind, like a call with a wrong keyword, and ArgumentError
-    for invalid values; see `check_values`."""
+    """Raises TypeError for names that are not options of this kind, as a call with a wrong keyword does, and
+    ArgumentError for invalid values; see `check_values`."""
     names = kind.__optional_keys__
     for name in options:
         if name not in names:
@@ -314,7 +314,7 @@ def setting(name: str) -> str | int | bool:
 
 
 def parse_size(size: object, what: str = "max_shard_size") -> int:
-    """Returns the bytes of "5GB" (10^9), "512MiB" (2^20) or a number; 0 for None."""
+    """Converts "5GB" (units of 10^9), "512MiB" (units of 2^20) or a number to a number of bytes; None to 0."""
     if size is None:
         return 0
     if isinstance(size, int) and not isinstance(size, bool) and size > 0:

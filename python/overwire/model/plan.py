@@ -1,4 +1,4 @@
-"""Provides `plan`, which tells how much memory a load takes without loading anything."""
+"""Provides `plan`, which returns how much memory a load takes, without loading anything."""
 
 from __future__ import annotations
 

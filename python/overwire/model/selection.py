@@ -34,7 +34,7 @@ class Experts:
         return f"experts({self.rank}, {self.world}, {self.count}, {self.placement!r})"
 
     def over(self, names: Iterable[str]) -> Experts:
-        """Returns the filter with the number of experts that the names show, or the filter itself if it has a count."""
+        """Returns this filter if it has a count, otherwise a filter with the number of experts in the names."""
         if self.count is not None:
             return self
         numbers = [int(match[1]) for match in map(_EXPERT.search, names) if match]

@@ -9,7 +9,8 @@ from ..frameworks.choose import check_framework
 
 
 def start_engine(framework: Any = None) -> None:
-    """Starts the Go runtime, so that it starts while the caller imports modules. Raises the error of an invalid
-    framework first, so that a program that catches it can still fork. Call `check_source` first for the same reason."""
+    """Starts the Go runtime, which then initialises while the caller imports modules. Before that, raises the error of
+    an invalid framework, so that a program that catches it can still fork. Call `check_source` before this, for the
+    same reason."""
     check_framework(framework)
     open_library()

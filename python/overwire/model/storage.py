@@ -23,7 +23,7 @@ def storage(options: Mapping[str, object] | None, uris: Iterable[str], *, writes
 
     options: see `StorageOptions`. Encryption options are refused unless `writes` is true. Values are converted to text,
     and each header becomes one entry. The engine checks the option names for each scheme. Raises ArgumentError for a
-    value of another type, and for store options if all paths are local.
+    value of a wrong type, and for store options if all paths are local.
     """
     check_values(storage_options=options)
     is_any_remote = any(map(is_remote, uris))

@@ -15,10 +15,10 @@ class StorageOptions(TypedDict, total=False):
     that the scheme of the URI does not have raises ArgumentError.
 
     http, https, hf: headers (a mapping), token (bearer), cacert, capath, insecure; timeout (seconds without
-    progress, default 30), connections (the most connections, default 64; they are added while each makes the load
-    faster), retries (default 8; a server that has never answered gets 3 attempts in all). Headers, token, and a URL's
-    user and password are sent only to the scheme, host and port that they were given for, never to another one after a
-    redirect. A server without ETags and dates is read by a single request, in order. All files of an hf:// URI come
+    progress, default 30), connections (the most connections, default 64; more are opened as long as each one makes the
+    load faster), retries (default 8; a server that has never answered gets 3 attempts in all). Headers, token, and a
+    URL's user and password are sent only to the scheme, host and port that they were given for, even after a redirect.
+    A server without ETags and dates is read by a single request, in order. All files of an hf:// URI come
     from one commit. `cache` is a folder that keeps whole files, or "on" for one in the user's cache folder. Each file
     is fetched once and compared with its hash on every use. If the store cannot be reached, the cached file is used.
     "" disables the cache. By default OVERWIRE_CACHE decides.

@@ -47,7 +47,7 @@ _WIDE = ("I16", "U16", "I32", "U32", "I64", "U64")
 
 
 class StoredChunk(NamedTuple):
-    """A chunk in the index. offset: in the file."""
+    """A chunk in the index. offset: its offset in the file."""
 
     offset: int
     stored: int
@@ -59,8 +59,8 @@ class StoredChunk(NamedTuple):
 
 
 class Tensor(NamedTuple):
-    """A tensor. A plain file has its bytes at `offset`, a compressed file in `chunks`, in a grid with
-    `parts` column parts. alias: the name of the tensor that has its bytes, or None."""
+    """A tensor. In a plain file its bytes are at `offset`. In a compressed file they are in `chunks`, which form a grid
+    with `parts` column parts. alias: the name of the tensor that stores its bytes, or None."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -154,12 +154,13 @@ class _Checks(NamedTuple):
     path: str
 
     def is_file(self, ok: bool, what: str) -> None:
-        """Raises FormatError unless ok: it is not a safetensors file."""
+        """Raises FormatError unless ok, because the file is then not a safetensors file."""
         if not ok:
             raise FormatError(f"overwire: {self.path}: {what}", source=self.path)
 
     def is_sound(self, ok: bool, what: str, name: str = "") -> None:
-        """Raises CorruptError unless ok. what: "" means the tensor's index entry. name: of the tensor."""
+        """Raises CorruptError unless ok. what: what is wrong; "" means the tensor's index entry. name: the tensor's
+        name."""
         if not ok:
             where, what = f"tensor {name!r}: " if name else "", what or "its entry in the index"
             raise CorruptError(f"overwire: {self.path}: corrupt data: {where}check failed: {what}", source=self.path)
@@ -170,7 +171,7 @@ def _entries_of_header(
 ) -> tuple[dict[str, Tensor], str | None]:
     # Returns the tensors of a safetensors header, in the order of their bytes, and the name of a marked file's notice.
     rows, notice = [], None
-    # In a plain file, an empty tensor may follow a tensor of one byte.
+    # A plain file may have a tensor of one byte where a marked file has its notice, followed by an empty tensor.
     marked = marked and not any(isinstance(one, dict) and one.get("data_offsets") == [0, 1] for one in header.values())
     for name, entry in header.items():
         where = f"tensor {name!r}"

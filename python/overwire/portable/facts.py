@@ -1,4 +1,4 @@
-"""Facts about the full package. In the platform-independent wheel, the build replaces this file."""
+"""Contains facts about the full package. In the platform-independent wheel, the build replaces this file."""
 
 from __future__ import annotations
 

@@ -197,14 +197,14 @@ class safe_open:
 
 
 def load_file(source: str | os.PathLike[str], device: str = "cpu", *, framework: str | None = None) -> dict[str, Any]:
-    """Loads all tensors of a file, or of the model in a folder, like `safe_open`.
+    """Loads all tensors of a file, or of the model in a folder.
 
     source: a file, an index.json, or a folder. The model in a folder is chosen by the engine's rules: its index.json
         lists the files, and shards without one must be complete.
     framework: as for `safe_open`; None: "pt" if torch is imported, else "np".
 
-    Also raises NotFoundError, FormatError and ArgumentError for a folder without a model, with an incomplete one, or
-    with several; and CorruptError if the model is replaced while it is read.
+    Raises the errors of `safe_open`; NotFoundError, FormatError and ArgumentError for a folder without a model, with an
+    incomplete one, or with several; and CorruptError if the model is replaced while it is read.
     """
     framework = framework or ("pt" if "torch" in sys.modules else "np")
     result: dict[str, Any] = {}
@@ -270,7 +270,7 @@ def _as_torch(tensor: Tensor, data: Bytes) -> Any:
 
 
 def _append_results(waiting: list[tuple[str, list[Bytes]]], batch: list[tuple[str, int]], results: list[Bytes]) -> None:
-    # Chunks that were decoded together belong to the tensors at the end of `waiting`.
+    # Appends the decoded chunks of `batch` to the parts of their tensors in `waiting`.
     parts = dict(waiting)
     for (name, _), result in zip(batch, results, strict=True):
         parts[name].append(result)

@@ -66,7 +66,7 @@ def _fold_words(words: Words, register: np.uint32) -> Words:
 
 @cache
 def _moves_of_zeros(words: int) -> tuple[Words, Words]:
-    # Returns the effect of that many zero words on a register's low half, and on its high half.
+    # Returns the effect of `words` zero words on a register's low half, and on its high half.
     matrix = _matrix_of_zeros(4 * words)
     tables = []
     for half in (matrix[:16], matrix[16:]):
@@ -79,9 +79,9 @@ def _moves_of_zeros(words: int) -> tuple[Words, Words]:
 
 @cache
 def _matrix_of_zeros(nbytes: int) -> Words:
-    # Returns the effect of that many zero bytes on each bit of the register, as a matrix.
+    # Returns the effect of `nbytes` zero bytes on each bit of the register, as a matrix.
     bits = np.uint32(1) << np.arange(32, dtype=np.uint32)
-    power = _shift_bit(bits)  # the effect of one bit
+    power = _shift_bit(bits)  # the effect of one zero bit
     result: Words = bits
     count = 8 * nbytes
     while count:

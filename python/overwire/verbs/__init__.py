@@ -1,1 +1,1 @@
-"""The functions that users call to load, save, pin, preload and inspect models."""
+"""Contains the functions that users call to load, save, pin, preload and inspect models."""

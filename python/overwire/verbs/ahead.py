@@ -18,14 +18,15 @@ from ..model.opened import WHOLE, Model
 #: Ranges (lo, hi) of the first two dimensions, and the shape of the block.
 Block = tuple[tuple[int, int], tuple[int, int], tuple[int, ...]]
 
-# Tensors are read ahead in windows: the current one, and the next. Each window has several times the bytes of the
-# one before (or a single tensor), up to the most. These are the bytes of the first window and the most, on the host
-# and on a GPU, where both windows together take no more than a fraction of its free memory.
+# Tensors are read ahead in windows: the current one, and the next. Each window has several times the bytes of the one
+# before, up to a maximum, or is a single tensor. These are the bytes of the first window and the maximum, on the host
+# and on a GPU. On a GPU, both windows together also take at most a fraction of its free memory.
 _FIRST, _MOST = 8 << 20, 128 << 20
 _FIRST_GPU, _MOST_GPU = 512 << 20, 1 << 30
 _GROWTH, _PART = 4, 8
 
-# The number of requests in order that starts reading ahead, and the most after earlier windows were not used.
+# The number of requests in order after which reading ahead starts, and the largest value to which unused windows raise
+# that number.
 _LEAST, _TIRED = 2, 64
 # The number of requests with ascending names after which the order of the names is assumed.
 _RISEN = 8
@@ -34,7 +35,7 @@ _NUMBERS = re.compile(r"\d+")
 
 
 class _Window:
-    """Tensors of one load, each to be taken once."""
+    """The tensors of one load. Each can be taken once."""
 
     def __init__(self, load: Load, ways: dict[int, Block | None], sizes: dict[int, int]) -> None:
         self._load, self._requests = load, {at: request for request, at in enumerate(ways)}
@@ -44,7 +45,8 @@ class _Window:
 
     @property
     def job_number(self) -> int:
-        """Returns the number of its load. Keep only that: the memory is freed when the load has ended."""
+        """Returns the number of the window's load. Keep only the number, so that the memory is freed when the load has
+        ended."""
         return self._load.job.number
 
     def take(self, at: int) -> Any:
@@ -61,7 +63,7 @@ class _Window:
         return tensor
 
     def end(self) -> None:
-        """Call it after the last tensor: waits until the load has ended and is counted."""
+        """Waits until the load has ended and is counted. Call this after the last tensor."""
         self._load.job.wait()
         self._load.job.done()
 
@@ -81,13 +83,13 @@ class ReadAhead:
     It watches the order in which tensors are requested: the order of the bytes or, if `by_name` is set or the names
     have ascended for a while, the order of the names. It loads the next tensors in that order while the program works.
     At most two windows are in memory: on the host 256 MiB, on a GPU 2 GiB or an eighth of its free memory. Only a
-    requested tensor may be larger. A tensor requested out of order ends the reading, and the next one needs more
-    requests in order to begin.
+    requested tensor may be larger. A request out of order ends the reading ahead, which then begins again only after a
+    longer run of requests in order.
 
-    Blocks are read ahead if tensors whose names differ only in numbers were cut the same way.
+    Blocks are read ahead if tensors with names that differ only in numbers were cut in the same way.
 
     The order of the bytes does not suffice: `keys` is sorted by name, and libraries loop over it or over the names of
-    an index. A file shuffled against its names would then be read once for each tensor.
+    an index. If the bytes had a different order, whole windows would be read for each tensor.
     """
 
     def __init__(self, frame: Frame) -> None:
@@ -143,7 +145,7 @@ class ReadAhead:
                 return None
             if self._order_of_reads(model, self._by)[1][at] < self._next:
                 return None  # the windows leave this tensor out
-            self._drop_windows()  # the program has passed them
+            self._drop_windows()  # the program has passed these windows
         self._how = how
         if number is None:
             if max(self._runs) < self._need + self.by_slice or not self._begin_window(model, at, block):
@@ -171,13 +173,14 @@ class ReadAhead:
             self._runs[order] = self._runs[order] + 1 if in_turn else 0
         if last is None:
             return False
-        # Sorting the names takes a while, and a program may have them from another handle.
+        # Assume the order of names only after several requests: sorting the names takes a while. The program need not
+        # have called `keys` on this file.
         self._risen = self._risen + 1 if model.table[at][0] > model.table[last][0] else 0
         self.by_name = self.by_name or self._risen >= _RISEN
         return max(self._runs) > 0
 
     def _order_of_reads(self, model: Model, order: int) -> tuple[Sequence[int], Sequence[int]]:
-        """Returns the tensors in an order, and the position of each."""
+        """Returns the tensors in the given order, and each tensor's position in that order."""
         every = range(len(model.table))
         if not order:
             return every, every
@@ -248,13 +251,13 @@ class ReadAhead:
         return model.begin_blocks(blocks, rows, self._frame, after=after)
 
     def _note_stray(self) -> None:
-        # The windows were not used, so next time it takes longer to begin.
+        # The windows were not used, so reading ahead needs more requests to begin next time.
         self._drop_windows()
         self._runs, self._need = [0, 0], min(2 * self._need, _TIRED)
 
     def _drop_windows(self) -> None:
         windows, self._windows, self._size = self._windows, [], 0
-        for window in reversed(windows):  # so that none begins because another one ends
+        for window in reversed(windows):  # the newest first, so that no window begins because an earlier one ends
             window.close()
 
     def close(self) -> None:
@@ -285,7 +288,7 @@ def _torch_context(model: Model) -> tuple[Any, ...]:
 
 
 def _window_sizes(model: Model) -> tuple[int, int]:
-    """Returns the bytes of the first window, and the most of any window."""
+    """Returns the bytes of the first window, and the most bytes that any window may have."""
     if model.device == "cpu":
         return _FIRST, _MOST
     from ..frameworks.torch import unused

@@ -311,7 +311,8 @@ def save_delta(
 
 
 def _pair_states(names: list[str], now: ModelSide, before: ModelSide) -> tuple[DeltaTensors, bytes, Any]:
-    """Returns the engine's arguments for some tensors in both states, and objects to keep alive until it has ended."""
+    """Returns the engine's arguments for some tensors in both states, and objects to keep alive until the engine has
+    finished."""
     news, olds = now.take(names), before.take(names)
     columns = columns_of([*(news[name] for name in names), *(olds[name] for name in names)])
     count, keep = len(names), []
@@ -361,7 +362,7 @@ def apply_delta(
     Raises DeltaBaseError if a tensor differs from the delta's base, ArgumentError,
     CorruptError, NotSupportedError, DeviceError, and the errors of `open_delta`.
     """
-    time_limit(timeout)  # refuses a wrong one before anything is read
+    time_limit(timeout)  # refuses an invalid timeout before anything is read
     check_values(missing=missing, storage_options=storage_options)
     return apply_part(tensors, chain_of(delta, storage_options), "", missing, time_limit(timeout))
 
@@ -369,7 +370,7 @@ def apply_delta(
 def apply_part(
     tensors: Any, chain: Sequence[Delta], part: str, missing: bool = True, end: float | None = None
 ) -> DeltaReport:
-    """Does the work of `apply_delta`, or a part of it, for processes that change tensors together.
+    """Like `apply_delta`, or only a part of it, for processes that change tensors together.
 
     part: "check" compares the digests and changes nothing; "change" does the rest after
         that; "undo" reverts "change"; "" does everything. end: from `time_limit`.
@@ -503,14 +504,14 @@ def _streams_of(devices: Iterable[int]) -> dict[int, int]:
 def load_on(
     load: Callable[[], dict[str, Any]], base: Any, delta: Any, device: Any, framework: Any, options: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Does `load_file` with a base. Returns new tensors, made from the base by the delta or chain. load: loads the
+    """Implements `load_file(base=)`. Returns new tensors, made from the base by the delta or chain. load: loads the
     base, unless it is tensors."""
     if options.get("dtype") is not None:
         raise NotSupportedError("overwire: load_file: base= does not take dtype=: cast the returned tensors")
     if framework == "bytes":
         raise NotSupportedError("overwire: load_file: base= needs framework='pt' or 'np'")
     reach: StorageOptions | None = options.get("storage_options")
-    chain = chain_of(delta, reach)  # before the base, which is larger
+    chain = chain_of(delta, reach)  # first, so that an invalid delta is refused before the larger base is loaded
     has_tensors = isinstance(base, Mapping) or hasattr(base, "state_dict")
     tensors = _copy_base(base, device, options) if has_tensors else load()
     apply_delta(tensors, chain, missing=options.get("keys") is not None or options.get("filter") is not None)

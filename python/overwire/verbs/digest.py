@@ -1,5 +1,4 @@
-"""digest: computes 128 bits from tensors' bytes, on the device that has them; and compares models with files
-by these digests."""
+"""Computes 128-bit digests of tensors on their devices, and compares models with files by these digests."""
 
 from __future__ import annotations
 
@@ -39,7 +38,7 @@ def digest(tensors: Any, *, timeout: float | None = None) -> str | dict[str, str
     timeout: seconds after which DeadlineError is raised; None: never.
 
     Equal bytes have equal digests, on the CPU and on every GPU, whatever the dtype and shape. For a file,
-    `overwire inspect --digests FILE` prints them. The chance to miss an accidental change is about 2^-128, but the
+    `overwire inspect --digests FILE` prints them. The chance of missing an accidental change is about 2^-128, but the
     digest is not cryptographic, so it does not detect deliberate ones (docs/format.md defines it).
 
     Each GPU reads its tensors at the speed of its memory, after the work queued on torch's current stream there.
@@ -58,9 +57,9 @@ def digest(tensors: Any, *, timeout: float | None = None) -> str | dict[str, str
 class Comparison(TypedDict):
     """The result of `verify` for a file and tensors in memory.
 
-    differ: names of tensors with different bytes, dtype or shape than in the file.
+    differ: names of tensors that differ from the file in bytes, dtype or shape.
     missing: names in the file that the model lacks.
-    surplus: names in the model that the file lacks, unless they are tied to one it has.
+    surplus: names in the model that the file lacks, except names that are tied to a name in the file.
     tensors: the number of compared tensors. kept: how many were compared by a digest in the file.
     bytes: bytes that were decoded to compare the others. on_gpu: how many of these GPUs decoded.
     """

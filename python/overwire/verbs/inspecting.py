@@ -1,4 +1,4 @@
-"""inspect, verify, doctor, and the part of convert that the engine does."""
+"""Implements inspect, verify, doctor, and the part of convert that the engine does."""
 
 from __future__ import annotations
 
@@ -53,7 +53,8 @@ def _with_components(opened: Opened, source: SourceLike) -> Opened:
 
 
 def _with_names(files: list[Any], opened: Opened) -> None:
-    """Replaces the names of a report's files by those that people know, and their format by the library's."""
+    """Replaces the names of temporary plain files in a report by the names of their sources, and the format by that of
+    the source."""
     names = dict(zip(opened.uris, opened.names, strict=True))
     for file in files:
         name = names.get(file["uri"], file["uri"])
@@ -205,7 +206,7 @@ def verify(
 
 
 def rewrite(source: SourceLike, path: str | os.PathLike[str], options: Mapping[str, Any]) -> Report:
-    """Does `convert`, with all of its options, for files that the engine reads."""
+    """Implements `convert`, with all of its options, for files that the engine reads."""
     level, compress, sha256, metadata, storage_options = map(
         options.__getitem__, ("level", "compress", "sha256", "metadata", "storage_options")
     )

@@ -69,8 +69,8 @@ def fill(
         view.join()
     lands = _can_land(targets, model, devices)
     for number, (target, device) in enumerate(zip(targets, devices, strict=True)):
-        # Preloaded tensors are whole, and are copied from the memory of the preload: on a GPU always,
-        # on the host only for a block.
+        # Preloaded tensors are whole. On a GPU they are always copied from the preload's memory, on the host only if a
+        # block is needed.
         if views[device].joined and (device != "cpu" or target.block != ALL):
             lands[number] = False
     _take_turns(targets, lands)
@@ -152,7 +152,7 @@ def landing(file: Any, device: str, requests: bytes | Sequence[Request]) -> Job 
 
     requests: each has the tensor's position in `table_of`, an address, and [lo, hi) of its first two dimensions (hi -1
         for all). Or all of them, packed as 64-bit integers. The caller has checked that the dense block fits there in
-        the file's dtype, and that no requests overlap. The memory must stay until the job has ended.
+        the file's dtype, and that no requests overlap. The memory must stay valid until the job has ended.
 
     Returns None if the files were preloaded: only `load_into` uses preloads. Raises the errors of `load_file`.
     """

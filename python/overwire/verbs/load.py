@@ -76,7 +76,8 @@ def load_file(
     warning. They raise ForkedError for URIs, GPUs, groups, max_memory, folders with several models, and folders with an
     incomplete set of files.
     """
-    # The model's table has an object for each tensor, and is freed before the cycle collector runs again.
+    # `many_objects` comes first, so that the model's table, which has an object for each tensor, is freed before the
+    # cycle collector runs again.
     with (
         many_objects(),
         open_loader("load_file", LoadOptions, options, source, device, framework, filename) as loader,

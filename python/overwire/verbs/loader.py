@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from .ahead import Block, ReadAhead
     from .into import Destination
 
-    #: Returns the destinations of a load. It gets the open model, and a function that returns torch's shape of what is
-    #: loaded of a tensor. A group calls it again if a file was replaced before its ranks met.
+    #: Returns the destinations of a load. It gets the open model, and a function that returns the shape in torch of the
+    #: part of a tensor that is loaded. A group calls it again if a file was replaced before its ranks met.
     Choose = Callable[[Model, Callable[[int], tuple[int, ...]]], Sequence[Destination]]
 
 
@@ -114,7 +114,7 @@ class Loader:
         return self._read_block(at, None, dtype, ahead)
 
     def read_index(self, at: int, index: Any, ahead: ReadAhead) -> Any:
-        """Returns `tensor[index]`. Reads only the block that has it."""
+        """Returns `tensor[index]`. Reads only the block that contains it."""
         from ..model.indexing import plan
 
         frame, row = self.target.frame, self.model.row(at)
@@ -219,8 +219,8 @@ class ForkedLoader(Loader):
 
 
 class GroupLoader(Loader):
-    """Loads by the ranks of a group. They meet, and open their files, in the one method that is called. verb: ends the
-    call on this rank; the loader takes over what is on this stack."""
+    """Loads with the ranks of a group. The ranks meet and open their files in the method that is called. verb: ends the
+    call on this rank; the loader takes over the contents of this stack."""
 
     def __init__(
         self, verb: ExitStack, target: Target, progress: ProgressLike, source: Any, opens: Mapping[str, Any],
@@ -230,7 +230,7 @@ class GroupLoader(Loader):
 
         self.target = target
         self._open = partial(open_load, target, progress, source, opens, group, shard)
-        self._verb = verb.pop_all()  # last: an interrupt before it ends the call on all ranks
+        self._verb = verb.pop_all()  # last: until then, the caller ends the call on all ranks after an interrupt
 
     def load_all(self) -> dict[str, Any]:
         with self._open() as load:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from .saving import Report, Saving
 
-# The most names in each list of an error.
+# The most names that each list in an error message has.
 _MOST_NAMES = 8
 
 
@@ -61,7 +61,8 @@ def load_model(
 
     Returns (missing, unexpected) names, like safetensors.torch.load_model. Names tied to a loaded one are in neither.
 
-    Raises, before it changes or allocates anything: ModelMismatchError for other names or shapes; NotSupportedError for
+    Raises, before it changes or allocates anything: ModelMismatchError for different names or shapes; NotSupportedError
+    for
     tensors without memory of their own (sparse, nested, FakeTensors, wrappers of other tensors), and if the state dict
     has copies instead of the module's own tensors; ArgumentError for memory that was freed (`sleep`); and
     OutOfMemoryError for max_memory. Also raises the errors of `load_file`. If the load itself fails, the module has a
@@ -93,7 +94,8 @@ def load_model(
         names[0][:], names[1][:], positions = _match_names(module, targets, setters, model, strict, shape_of)
         return _destinations_of(module, targets, setters, model, positions, shape_of)
 
-    # The model's table has an object for each tensor, and is freed before the cycle collector runs again.
+    # `many_objects` comes first, so that the model's table, which has an object for each tensor, is freed before the
+    # cycle collector runs again.
     with (
         many_objects(),
         open_loader("load_model", ModuleOptions, options, source, device, "pt", filename, check_module) as loader,
@@ -106,7 +108,7 @@ spell_out(load_model, ModuleOptions)
 
 
 def _refuse_other(module: Any, advice: str) -> NoReturn:
-    """Raises the error that a module was expected, with advice."""
+    """Raises the error for an argument that is not a module, with advice."""
     raise ArgumentError(f"overwire: module: expected a torch.nn.Module, got {type(module).__name__}{advice}")
 
 
@@ -172,8 +174,8 @@ def _match_names(
     strict: bool,
     shape_of: Callable[[int], tuple[int, ...]],
 ) -> tuple[list[str], list[str], dict[str, int]]:
-    """Returns missing and unexpected names, and the position of each tensor to load. shape_of: returns torch's shape
-    of what is loaded of a tensor."""
+    """Returns missing and unexpected names, and the position of each tensor to load. shape_of: returns the shape in
+    torch of the part of a tensor that is loaded."""
     import torch
 
     from ..frameworks.memory import check_shape, identity_of, is_ready

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import torch
     from typing_extensions import TypeVar, Unpack
 
-    T = TypeVar("T", default=Any)  # what the framework's tensors are
+    T = TypeVar("T", default=Any)  # the type of the framework's tensors
 else:
     from typing import TypeVar
 
@@ -310,7 +310,7 @@ class TensorSlice(Generic[T]):
         whole_last = not entries or entries[-1] == slice(0, row.shape[-1], 1)
         if len(tensor.shape) != len(row.shape) or not whole_last:
             raise NotSupportedError(
-                f"overwire: {row.dtype} has {8 / BITS[row.dtype]:g} elements a byte: its last "
+                f"overwire: {row.dtype} has {8 / BITS[row.dtype]:g} elements per byte: its last "
                 "dimension cannot be sliced here; load it, or use framework='np' for F4",
                 tensor=self._name,
             )

@@ -45,7 +45,8 @@ class Preload(HandleOwner):
 
     def __init__(self, path: str, uris: list[str], device: str, reach: FormatAccess | None = None) -> None:
         if not (isinstance(uris, list) and all(isinstance(text, str) for text in (path, device, *uris))):
-            raise ArgumentError("overwire: Preload: expected a path, a list of URIs and a device, as of preload()")
+            raise ArgumentError("overwire: Preload: expected a path, a list of URIs and a device: call preload() "
+                                "instead")
         #: The path or URI that was passed to `preload`.
         self.path = path
         #: The files that are read.
@@ -69,8 +70,8 @@ class Preload(HandleOwner):
         return progress_of(self._job)
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Waits at most `timeout` seconds until every tensor is in memory. Returns whether it is. Raises the preload's
-        error."""
+        """Waits at most `timeout` seconds until every tensor is in memory. Returns whether all are. Raises the
+        preload's error."""
         check_wait(timeout)
         has_ended: bool = core().wait(self._job, timeout)
         return has_ended
@@ -131,13 +132,13 @@ def _refuse_special(path: str) -> None:
 
 
 def _refuse_other_kinds(path: str) -> None:
-    # Otherwise a variable that names another kind of file would silently have no effect.
+    # Without this check, a variable that names a file of another kind would silently have no effect.
     if path.endswith((".pkl", ".pth", ".csv", ".json")) or not os.path.isfile(path):
         return
     with open(path, "rb") as file:
         start = file.read(9)
     if start[8:] != b"{" and not start.startswith(b"|TZR|"):
-        raise FormatError(f"overwire: preload {path}: not a file of safetensors, overwire or tensorizer", source=path)
+        raise FormatError(f"overwire: preload {path}: not a safetensors, overwire or tensorizer file", source=path)
 
 
 # Variables with the number of this process on its machine.
@@ -184,7 +185,7 @@ def honour_nyacomp() -> None:
     adopt_nyacomp()
     late = sorted(name for name in SETTINGS if not name.startswith("OVERWIRE_") and os.environ.get(name))
     if _engine._loaded is not None and late:
-        log.warning("overwire: %s: without effect, overwire was used before nyacomp was imported", ", ".join(late))
+        log.warning("overwire: %s: no effect, because overwire was used before nyacomp was imported", ", ".join(late))
     is_named = os.environ.get("PRELOAD_PATH") and not os.environ.get("OVERWIRE_PRELOAD")
     if is_named and not any(map(truth, ("NO_PRELOAD", "LOAD_UNCOMPRESSED"))):
         start_from_environment("PRELOAD_PATH")
@@ -213,5 +214,5 @@ def start_from_environment(name: str = "OVERWIRE_PRELOAD") -> None:
         if "://" not in path and path.endswith(".csv"):
             Manifest.read_csv(path).refuse_urls()
         preload(path, device=os.environ.get("OVERWIRE_PRELOAD_DEVICE") or "cpu")
-    except Exception as error:  # an import must not fail for this
+    except Exception as error:  # an import must not fail because of a preload
         log.warning("overwire: %s=%s: nothing is preloaded: %s", name, shown(os.environ[name]), error)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from .._requests import SaveRequest
 
-#: Name endings of other formats, which programs would mistake a safetensors file for.
+#: Name endings of other formats. Programs would not recognise a safetensors file with such a name.
 _OTHERS = (".bin", ".ckpt", ".gguf", ".h5", ".npz", ".onnx", ".pkl", ".pt", ".pth")
 
 
@@ -94,7 +94,7 @@ def save_file(
     target = local_file(path)
     if os.path.splitext(target)[1].lower() in _OTHERS:
         raise ArgumentError(
-            f"overwire: save {target}: the name is that of another format: use one that ends in .safetensors"
+            f"overwire: save {target}: the name has the ending of another format: use one that ends in .safetensors"
         )
     descriptions: list[tuple[str, Bytes]] = []
     for name, tensor in tensors.items():
@@ -187,7 +187,7 @@ def _start_job(
     background: bool = False,
     max_memory: int = 0,
 ) -> Job:
-    # like: a local file, whose mode, owner and ACL a new file gets. beside: an index of shards with the same name may
+    # like: a local file. A new file gets its mode, owner and ACL. beside: an index of shards with the same name may
     # stay.
     check_values(level=level)
     watcher = watch(progress, "save")

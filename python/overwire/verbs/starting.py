@@ -41,7 +41,8 @@ def open_loader(
         if base is not None:
             if group is not None or shard is not None:
                 raise NotSupportedError(
-                    "overwire: load_file: base= is not for group= or shard=: load the base, then apply_delta"
+                    "overwire: load_file: base= cannot be used with group= or shard=: load the base, then call "
+                    "apply_delta"
                 )
             rest = {name: value for name, value in options.items() if name != "base"}
             load_base = partial(open_loader, verb, kind, rest, base, device, framework)

@@ -14,10 +14,10 @@ from ..model.opened import Model
 from ..model.storageoptions import StorageOptions
 from .save import describe_named
 
-#: The last part of a module's extra state's name in a state dict.
+#: The last part of the name of a module's extra state in a state dict.
 EXTRA = "_extra_state"
 
-#: The most bytes of tensors that are loaded of each model at a time; a larger tensor is loaded by itself.
+#: The most bytes of tensors that are loaded from each model at a time; a larger tensor is loaded by itself.
 BATCH = 1 << 30
 
 

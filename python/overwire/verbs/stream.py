@@ -60,7 +60,7 @@ def stream(
     in_order: yields in the order of `load_file`'s dict instead. Tensors that arrive too early are held back, so some
         that have arrived may be lost after an error.
     max_memory: the most bytes of tensors that are being loaded or not yet yielded. The caller frees those that were
-        yielded. The model is loaded in windows of half of that size. A single larger tensor is an error.
+        yielded. The model is loaded in windows of half of that size. A larger tensor raises OutOfMemoryError.
 
     This call opens the file and starts the load. Each tensor is complete when it is yielded. Threads may share the
     iterator; each gets the next tensor. Ending it early (`break`, `close`, an exception in the loop) cancels the load

@@ -25,7 +25,8 @@ class Stream(HandleOwner, Iterator[tuple[str, Any]]):
 
     order: the numbers of the tensors in the order in which to yield them; None: as they arrive. text: describes them.
 
-    It is not a generator: one that was never started would not run its `finally`, but the load has already begun.
+    It is not a generator, because a generator that was never started would not run its `finally`, although the load has
+    begun.
     """
 
     def __init__(self, arrivals: ModelArrivals | GroupArrivals, order: Iterable[int] | None, text: str) -> None:
@@ -49,7 +50,8 @@ class Stream(HandleOwner, Iterator[tuple[str, Any]]):
                     self._arrivals.close()  # ends a window that began after a signal handler had closed the stream
                 return pair
             except BaseException as error:
-                is_closed = self._has_ended and not had_ended  # by a signal handler, under the step that failed
+                # whether a signal handler closed the stream during the step that failed
+                is_closed = self._has_ended and not had_ended
                 self._end_load(None if isinstance(error, StopIteration) else error)
                 if is_closed and isinstance(error, (OverwireError, IndexError)):
                     raise StopIteration from None
@@ -104,8 +106,8 @@ class ModelArrivals:
     """The tensors of a model that this process loads at once, or window by window. It closes the model when the last
     load has begun.
 
-    windows: positions of tensors, and their bytes; None: all that the model has chosen. The tensors are numbered in
-    this order.
+    windows: for each window, the positions of its tensors and their bytes; None: a single load of all chosen tensors.
+    The tensors are numbered in this order.
     """
 
     collective = False
@@ -118,8 +120,8 @@ class ModelArrivals:
         self._left = (windows or [])[::-1]
         positions = [at for window, _ in self._left for at in window]
         self._begun = Progress(0, sum(model.table[at][3] for at in positions), 0, len(positions))
-        self._running: list[tuple[Load, int, int]] = []  # at most two loads, their bytes and first numbers
-        self._landed: list[tuple[int, Any, int]] = []  # tensors of the first one
+        self._running: list[tuple[Load, int, int]] = []  # at most two, each with its bytes and its first number
+        self._landed: list[tuple[int, Any, int]] = []  # tensors of the first load
         with after_error(self.close):
             if windows is None:
                 self._begin_load(model.chosen, 0, watcher)

@@ -1,4 +1,4 @@
-"""Makes the folders of sharded checkpoints here, and for each a file of its whole tensors, KIND.expected.
+"""Makes the sharded checkpoints in this folder, and for each of them a file with its whole tensors, KIND.expected.
 
     python make.py fsdp2 shards consolidated safetensors     torch 2.15.0
     python make.py megatron                                  torch 2.11.0, megatron-core 0.16.1, einops

@@ -1,4 +1,4 @@
-"""Makes the golden files of a tensorizer: python make.py FOLDER, with that version installed.
+"""Makes the golden files of one version of tensorizer: python make.py FOLDER, with that version installed.
 
 Encrypted files differ in each run by their nonces, so keep the existing ones. The index of 256 KiB is mostly empty, so
 files are compressed with gzip.

@@ -9,7 +9,7 @@ The names are those of fastsafetensors 0.5.0. Intended differences:
 - A damaged, short or missing file raises an error on every rank of the group.
 - `dtype=` also converts to wider types.
 - Arguments about threads and buffers are ignored: the engine chooses.
-  nogds=False reads through GPUDirect Storage if it is really available.
+  nogds=False reads through GPUDirect Storage if that is available.
 """
 
 from __future__ import annotations

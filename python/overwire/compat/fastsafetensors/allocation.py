@@ -39,7 +39,7 @@ class SharedDeviceAllocation:
     `dlpack.from_cuda_buffer(..., owner)` has one.
 
     owns_memory: False for an empty buffer, which is not freed. All methods may be called
-    from any thread. The allocation itself is counted elsewhere.
+    from any thread. This class does not count the allocation.
     """
 
     def __init__(self, gbuf: Any, framework: Any, device: Any, owns_memory: bool = True) -> None:

@@ -119,8 +119,8 @@ class SafeTensorsMetadata:
                 f"size_bytes={size_bytes}"
             )
         self.data_length = start
-        # The alignment in the file only matters for plug-ins that read a file unchanged. Our
-        # tensors each have their own memory.
+        # The alignment in the file only matters for plug-ins that read a file unchanged. Each of our tensors has its
+        # own memory.
         self.aligned = header_length % framework.get_device_ptr_align() == 0
 
     def _compressed(self) -> dict[str, Any]:
@@ -196,7 +196,7 @@ class SafeTensorsMetadata:
         self, gbuf: cpp.gds_device_buffer, device: Device, copy_start_offset: int, dtype: DType = DType.AUTO,
         names: Collection[str] | None = None, owner: Any = None,
     ) -> dict[str, TensorBase]:  # fmt: skip
-        # names: only return these tensors, for a gbuf with a part of the file. Plug-ins that read
+        # names: returns only these tensors, if gbuf has only a part of the file. Plug-ins that read
         # parts of files call this method by this name.
         if self.compressed:
             raise ValueError(f"{self.src}: the file is compressed by overwire, so its bytes are not its tensors' bytes")

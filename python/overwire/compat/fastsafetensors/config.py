@@ -89,7 +89,8 @@ class LoaderConfig:
 def check_producers(count: int) -> None:
     """Raises ValueError for more than one producer: all ranks need the same batch order."""
     if count != 1:
-        raise ValueError(f"max_concurrent_producers must be 1 (got {count}): the ranks need their batches in one order")
+        raise ValueError(f"max_concurrent_producers must be 1 (got {count}), because all ranks need their batches in "
+                         f"the same order")
 
 
 def load_config() -> LoaderConfig:

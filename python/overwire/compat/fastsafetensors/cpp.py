@@ -25,7 +25,7 @@ _PIECE = 16 << 20
 
 
 class cpp_metrics:
-    """bounce_buffer_bytes: the bytes of host buffers that readers are using."""
+    """bounce_buffer_bytes: the total size of the host buffers that readers are using."""
 
     def __init__(self) -> None:
         self.bounce_buffer_bytes = 0
@@ -228,7 +228,7 @@ class gds_device_buffer:
 class _Descriptor:
     # A shared file descriptor, which is closed with the last reference.
 
-    number = -1  # means that it is not set yet
+    number = -1  # -1 means that it is not set yet
 
     def close(self) -> None:
         number, self.number = self.number, -1
@@ -338,7 +338,7 @@ class _Reader:
             future.result()
         finally:
             self._work.done.pop(number, None)
-            del future  # its traceback holds this frame, which would keep the reader alive
+            del future  # its traceback refers to this frame, which would keep the reader alive
         return address
 
     def wait_read_prefix(self, number: int, length: int) -> int:

@@ -1,4 +1,4 @@
-"""Decides which tensors a rank of expert parallelism needs."""
+"""Decides which tensors an expert-parallel rank needs."""
 
 from __future__ import annotations
 

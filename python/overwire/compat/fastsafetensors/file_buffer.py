@@ -15,9 +15,10 @@ class FilesBufferOnDevice:
     """The tensors of all ranks' files. In a group of several ranks, all ranks must make the
     same calls in the same order, except that `push_tensor` only needs its two ranks.
 
-    The caller owns the returned tensors, which outlive `close`. device, dtype: of the results; AUTO: as loaded.
+    The caller owns the returned tensors, which outlive `close`. device, dtype: those of the results; AUTO means as
+    loaded.
 
-    keep_tensor: only includes tensors with names that it accepts. borrowed_tensors: has no
+    keep_tensor: accepts the names of the tensors to include. borrowed_tensors: has no
     effect, because the caller owns the tensors.
     auto_mem_delete: whether to free a file once all its tensors were returned; only with
     several ranks. Raises ValueError for names that no file has, and if a name is in two files.

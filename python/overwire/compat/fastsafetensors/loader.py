@@ -184,8 +184,8 @@ class SafeTensorsFileLoader(BaseSafeTensorsFileLoader):
 
     pg, device, framework: as for the base class. debug_log: turns on overwire's debug log.
     disable_cache=False caches broadcast and scattered tensors for a second call.
-    nogds=False: loads to a GPU through GPUDirect Storage if it is really available. use_fgds
-    and the other arguments have no effect: they choose between methods that are the same here.
+    nogds=False: loads to a GPU through GPUDirect Storage if that is available. use_fgds
+    and the other arguments have no effect: they choose between methods that do not differ here.
     """
 
     @classmethod

@@ -20,7 +20,7 @@ from .loader import BaseSafeTensorsFileLoader, SafeTensorsFileLoader
 
 def _refuse_child() -> None:
     if forked():
-        raise ForkedError("PipelineParallel: it is read by the process that this one was forked from")
+        raise ForkedError("PipelineParallel: this loader belongs to the process that this one was forked from")
 
 
 class BudgetInfeasibleError(ValueError):
@@ -39,7 +39,7 @@ class _Loaded(NamedTuple):
 
     @classmethod
     def nothing(cls) -> _Loaded:
-        """Makes the item that wakes a thread which waits for a batch when the loader is closed."""
+        """Makes an item without a batch. When the loader is closed, it wakes a thread that waits for a batch."""
         return cls(None, CancelledError("overwire: iterate_weights: another thread has closed the loader"))
 
 
@@ -54,13 +54,14 @@ class PipelineParallel:
         or none if accumulate_resident is False. Raises BudgetInfeasibleError if the budget is too small.
     use_chunk_budget_as_allocation_size: copiers other than overwire's get the same allocation_size for every batch.
     overlap_io: in a group of one rank, yields tensors before their whole batch has arrived.
-    borrowed_tensors: states that the caller does not keep yielded tensors. Raises ValueError unless accumulate_resident
+    borrowed_tensors: promises that the caller does not keep yielded tensors. Raises ValueError unless
+    accumulate_resident
         is False and the group has one rank. It has no other effect, because the caller owns the tensors.
     broadcast_run_bytes, broadcast_run_tensors: no effect, but negative values raise ValueError.
     need_clone: exists for compatibility; tensors never have to be cloned.
 
-    All ranks of the group must iterate alike. A failure on one rank raises an error on all ranks. Unknown arguments are
-    ignored.
+    All ranks of the group must iterate in the same way. A failure on one rank raises an error on all ranks. Unknown
+    arguments are ignored.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Saves a model as a set of shards. Each shard's metadata identify the set."""
+"""Saves a model as a set of shards. The metadata of each shard identifies the set."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _KEYS = {KEY_SHARD_INDEX, KEY_SHARD_COUNT, KEY_SHARD_SET}
 
 
 class ShardSetError(ValueError):
-    """The files are not one complete set of shards."""
+    """The files are not the complete set of shards of one save."""
 
 
 def shard_paths(base: str, num_shards: int) -> list[str]:

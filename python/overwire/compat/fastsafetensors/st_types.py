@@ -38,12 +38,12 @@ class Device:
 
     @classmethod
     def of(cls, device: Any) -> Device:
-        """Converts a Device, or any object whose `str` is a text for `from_str` (torch.device)."""
+        """Converts a Device, or an object such as a torch.device with a `str` that `from_str` can parse."""
         return device if isinstance(device, Device) else cls.from_str(str(device))
 
 
 class DType(Enum):
-    """safetensors' dtypes. AUTO: as in the file."""
+    """The dtypes of safetensors. AUTO means the dtype in the file."""
 
     BOOL = "BOOL"
     I8 = "I8"
@@ -92,8 +92,8 @@ def stand_in(dtype: DType) -> DType:
 
 
 def converts(own: DType, wanted: DType) -> bool:
-    """Returns whether dtype= converts a tensor of dtype `own`. It does not convert packed dtypes and bare
-    exponents, which belong to a quantisation scheme, and complex numbers, which would lose a part."""
+    """Returns whether dtype= converts a tensor of dtype `own`. It does not convert packed dtypes and bare exponents,
+    because they are part of a quantisation scheme, or complex numbers, because they would lose their imaginary part."""
     if wanted is DType.AUTO or wanted is own:
         return False
     return own.bits >= 8 and own not in (DType.F8_E8M0, DType.C64)
@@ -109,7 +109,7 @@ def dense_strides(shape: list[int]) -> list[int]:
 
 @dataclass
 class TensorFrame:
-    """The position of a tensor, or of a slice of one, in a file.
+    """The position of a tensor, or of a slice of a tensor, in a file.
 
     shape, strides (in elements) and offsets (in elements of each dimension) have one entry
     per dimension. data_offsets is [begin, end) of the whole tensor.

@@ -16,7 +16,7 @@ from .st_types import Device, DType, converts
 
 
 class LazyTensorFactory:
-    """A file of one rank. rank: the rank that loads the file. copier: None on all other ranks.
+    """A file that one rank loads. rank: that rank. copier: None on all other ranks.
     names: the tensors to load; set them before loading.
 
     gbuf: the buffer of the tensors' memory; None if it was freed or belongs to another rank.

@@ -1,5 +1,5 @@
-"""Loads from 3FS through the reader of the package fastsafetensor_3fs_reader, or of another
-package that provides the same two names."""
+"""Loads from 3FS through the reader of the package fastsafetensor_3fs_reader, or of a different package that provides
+the same two names."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from .parallel_loader import PipelineParallel
 
 
 class ThreeFSLoader(BaseSafeTensorsFileLoader):
-    """A loader for 3FS. mount_point: the folder where 3FS is mounted. entries, io_depth, buffer_size: for the reader.
+    """A loader for 3FS. mount_point: the folder where 3FS is mounted. entries, io_depth, buffer_size: arguments of the
+    reader.
     """
 
     @classmethod

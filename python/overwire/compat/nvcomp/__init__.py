@@ -4,7 +4,7 @@
 
 The names are those of nvCOMP 4.2 to 6.0. LZ4, Snappy, Zstd, Deflate, Gzip, GDeflate and Cascaded do not need a GPU. X16
 is overwire's own codec. RAW streams have the algorithms' standard formats. Native and sized streams have overwire's
-formats; those that nvCOMP wrote are passed to an installed nvCOMP (docs/nvcomp.md). `backends()` tells where each
+formats; those that nvCOMP wrote are passed to an installed nvCOMP (docs/nvcomp.md). `backends()` returns where each
 algorithm runs.
 """
 

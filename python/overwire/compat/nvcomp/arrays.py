@@ -78,7 +78,7 @@ class Array(codecs.exporter()):  # type: ignore[misc]
         self._native = True  # we own the memory, and a Codec may replace it
         self._pending: BaseException | Later | None = None
         self._stream = 1  # the stream that produces the bytes
-        self._joined = 1  # a stream that has already waited for it
+        self._joined = 1  # a stream that already waits for the bytes
 
     def _must_wait(self, stream: int) -> bool:
         """Returns whether a stream must wait before it uses the bytes. The caller must then make it wait: the next
@@ -202,7 +202,8 @@ class Array(codecs.exporter()):  # type: ignore[misc]
         """Returns a DLPack capsule of the same memory. The capsule keeps the memory alive.
 
         cuda_stream: for GPU memory, the consumer's stream, which will wait for the Array. None is
-        the default stream, and -1 means no wait. Raises BufferError if the strides are not whole elements.
+        the default stream, and -1 means no wait. Raises BufferError if the strides are not multiples of the element
+        size.
         """
         self._wait_until_ready(self._device == HOST)
         if self._device != HOST and cuda_stream != -1:
@@ -210,7 +211,8 @@ class Array(codecs.exporter()):  # type: ignore[misc]
         item = self.item_size
         strides = _dense_strides(self._shape) if self._strides is None else tuple(s // item for s in self._strides)
         if self._strides is not None and any(s % item for s in self._strides):
-            raise BufferError(f"DLPack cannot express the Array's strides of {self._strides} bytes: not whole elements")
+            raise BufferError(f"DLPack cannot express the Array's strides of {self._strides} bytes, which are not "
+                              f"multiples of the element size")
         return codecs.dlpack(self, self._span.address, self._shape, strides, self._kind, self._device)
 
     def __dlpack__(

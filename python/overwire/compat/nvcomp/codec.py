@@ -16,7 +16,6 @@ from .enums import BitshuffleMode, BitstreamKind, ChecksumPolicy, DecompressBack
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-# Maps each option to its type.
 _OPTIONS: dict[str, type | tuple[type, ...]] = {
     "algorithm": str,
     "device_id": int,
@@ -64,7 +63,8 @@ _READING = ("algorithm", "device_id", "cuda_stream", "bitstream_kind", "checksum
 
 
 class _ForeignStreams(Exception):
-    """Some streams are not overwire's. at: their positions in the batch. error: why the first was refused."""
+    """Raised if some streams are not overwire's. at: their positions in the batch. error: why the first one was
+    refused."""
 
     def __init__(self, at: list[int], error: OverwireError) -> None:
         super().__init__(at, error)
@@ -392,8 +392,8 @@ class Codec:
         return self._kwargs.get("ask_nvcomp", True) and original.usable()
 
     def _ask_nvcomp(self, found: _ForeignStreams) -> original.Original:
-        """Returns nvCOMP, to read its own streams. Without nvCOMP it raises overwire's error, with a hint
-        about what is missing."""
+        """Returns nvCOMP, to read its own streams. Without nvCOMP, raises overwire's error and names what is
+        missing."""
         if self._reader is None:
             if not self._may_ask():
                 raise original.hinted(found.error) if self._kwargs.get("ask_nvcomp", True) else found.error
@@ -431,8 +431,8 @@ class Codec:
         return CompressConfig._of(self, sizes, many)
 
     def decompression_config(self, src: Any) -> DecompressConfig:
-        """Makes a config for streams like these, or for the streams that this Codec encodes with a
-        CompressConfig. Raises the errors of `decode` for headers."""
+        """Makes a config for decoding these streams, or streams that this Codec encodes with a CompressConfig. Raises
+        the errors of `decode` for headers."""
         self._check_open()
         if self._original is not None:
             codec = self._original.codec
@@ -459,7 +459,7 @@ class Codec:
             nvcomp, at = self._ask_nvcomp(theirs_all), theirs_all.at
         if len(at) < len(sources):
             raise NotSupportedError(
-                "overwire: nvcomp: one config cannot describe streams of both overwire and nvCOMP: make two"
+                "overwire: nvcomp: one config cannot describe both overwire's and nvCOMP's streams: make two configs"
             )
         return DecompressConfig._of(
             self, [], many, theirs=nvcomp.codec.decompression_config(nvcomp.to_theirs(sources, many))

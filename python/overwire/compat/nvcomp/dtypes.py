@@ -38,7 +38,7 @@ _SAFETENSORS: dict[Kind, str] = {
 def kind_of(data_type: Any) -> Kind:
     """Returns the kind of a type string, a name, or a numpy or torch dtype.
 
-    Raises ValueError "Unknown output data type" for others.
+    Raises ValueError "Unknown output data type" for other values.
     """
     text = data_type if isinstance(data_type, str) else ""
     if not text and type(data_type).__module__ == "torch":
@@ -69,7 +69,7 @@ def elements(nbytes: int, kind: Kind) -> int:
 
 
 def typestr(kind: Kind) -> str:
-    """Returns the type string of the array protocol. Types that it cannot express become opaque ("<V2")."""
+    """Returns the type string of the array protocol. Types that the protocol cannot express become opaque ("<V2")."""
     code, bits, lanes = kind
     size = bits * lanes // 8
     mark = "|" if size == 1 else "<"
@@ -78,7 +78,7 @@ def typestr(kind: Kind) -> str:
 
 
 def numpy_dtype(kind: Kind) -> Any:
-    """Returns the numpy dtype, which ml_dtypes may have to provide. Raises ImportError without it."""
+    """Returns the numpy dtype. For some kinds it comes from ml_dtypes; raises ImportError if that is not installed."""
     import numpy
 
     name = _NAMES.get(kind)

@@ -74,7 +74,7 @@ class BitcompMode(_Number):
 
 
 class CascadedMode(_Number):
-    """Cascaded: which side to optimize."""
+    """Cascaded: whether to optimize compression or decompression."""
 
     ASYMMETRIC = 1
     SYMMETRIC = 2

@@ -15,7 +15,7 @@ from .placing import check_out
 # The content of one stream: its size, the bytes of a chunk, and the algorithm.
 Shape = tuple[int, int, str]
 
-# The maximum chunk of overwire's encoders. Below: the maximum content bytes per stream byte.
+# The maximum chunk of overwire's encoders. The other constant is the maximum number of content bytes per stream byte.
 _MOST_CHUNK = 16 << 20
 _RATIO = {"LZ4": 255, "Snappy": 32, "Cascaded": 512, "X16": 1 << 20}
 
@@ -159,7 +159,7 @@ def encode(
     return outputs
 
 
-# Bytes of the sample that selects a transform if the type does not.
+# The size in bytes of the sample that selects a transform if the type does not select one.
 _SAMPLE = 256 << 10
 
 
@@ -179,8 +179,8 @@ def _transform_of(array: Array, name: str | None, device: int, stream: int) -> i
 
 
 def _output_for(given: Array | None, size: int, kind: Kind, device: int, stream: int, exact: bool = True) -> Array:
-    """Returns the Array for a content, new or in the memory of `given`. If that is too small, a native `given` gets new
-    memory, and any other raises ValueError unless exact=False, because size is then an upper bound."""
+    """Returns the Array for a content, new or in the memory of `given`. If that memory is too small, a native `given`
+    gets new memory, and any other `given` raises ValueError, unless exact=False: size is then only an upper bound."""
     if given is None:
         return Array._of(streams.gpu_memory(size, device, stream), size, kind, (2, device), stream)
     check_out(given)

@@ -67,7 +67,7 @@ def usable() -> bool:
 def hinted(error: OverwireError) -> OverwireError:
     """Adds a hint to an error about what nvCOMP needs to read the stream."""
     lacks = backend() if gpu.count() else f"needs a GPU and the wheel {' or '.join(_WHEELS)}"
-    text = f"{error}; if nvCOMP wrote this, only nvCOMP reads it ({lacks.removeprefix('none: ')})"
+    text = f"{error}; if nvCOMP wrote this stream, only nvCOMP can read it ({lacks.removeprefix('none: ')})"
     return type(error)(text, chunk=error.chunk, offset=error.offset)
 
 
@@ -105,7 +105,7 @@ def _load_codec(algorithm: str) -> Any:
 
 
 class Original:
-    """nvCOMP's own Codec. Threads may share it; a lock lets one use it at a time.
+    """nvCOMP's own Codec. Threads may share it: a lock admits one thread at a time.
 
     algorithm: the name in errors. kwargs: arguments of nvCOMP's Codec. verifies: whether nvCOMP compares checksums.
 

@@ -35,7 +35,7 @@ def on_host(array: Array) -> Array:
     check_dense(array)
     host = array.cpu()
     if host is None:
-        raise NotSupportedError("overwire: nvcomp: the Array is on a GPU that cannot be copied from")
+        raise NotSupportedError("overwire: nvcomp: the Array is on a GPU, and its memory cannot be copied to the host")
     return host
 
 
@@ -48,7 +48,7 @@ def prepare_outputs(out: Any, many: bool, sources: list[Array], stream: int) -> 
     arrays = [o if o is None or isinstance(o, Array) else Array(o, stream) for o in (out if many else [out])]
     targets = [a for a in arrays if a is not None]
     if len({id(a) for a in targets}) < len(targets):
-        raise ArgumentError("overwire: nvcomp: out: two results have the same Array: each needs its own")
+        raise ArgumentError("overwire: nvcomp: out: two results have the same Array: pass a different Array for each")
     apart([a._span for a in sources], [(a._span.address, a._capacity) for a in targets])
     return arrays
 

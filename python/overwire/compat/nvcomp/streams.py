@@ -32,7 +32,8 @@ class CudaStream:
 
     @staticmethod
     def borrow(cuda_stream: int, device_idx: int = -1) -> CudaStream:
-        """Returns a view of a stream. -1 is the current device. Raises RuntimeError without a GPU, and ValueError for a
+        """Returns a view of a stream. device -1 means the current device. Raises RuntimeError without a GPU, and
+        ValueError for a
         device that does not exist or a stream of another device. The special streams belong to every device."""
         device = _device("CudaStream.borrow", device_idx)
         check_device(int(cuda_stream), device)

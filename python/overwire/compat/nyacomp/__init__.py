@@ -7,11 +7,11 @@ Intended differences:
 
 - Tied tensors, views, strides, parameters and all dtypes are preserved.
 - `compress` does not change the caller's model, and a stale file in nya/ is never used.
-- Nothing is printed, hidden from import, or written outside the bundle's folder.
+- Nothing is printed, and nothing is written outside the bundle's folder. No module is hidden from import.
 - Variables with invalid values cause warnings.
 - Bundles are overwire's own: one container, with manifests in nyacomp's form.
 
-Bundles in nyacomp's layout load if their files are plain (".raw"), or were compressed by this
+Bundles in nyacomp's layout can be loaded if their files are plain (".raw"), or were compressed by this package's
 `_nyacomp` or by nvCOMP. Files in the nvCOMP formats ANS and Bitcomp are refused.
 
 Modules: `_nyacomp` (its extension), `hf`, `partition`. `settings` documents the environment variables.

@@ -34,7 +34,7 @@ __version__ = overwire.__version__
 def compress(data: Any, filename: str | os.PathLike[str], algo: int = 0) -> int:
     """Compresses bytes into a file, which is replaced atomically.
 
-    Samples of the bytes decide which dtype they are treated as. In nyacomp, `algo` (0, 1 or 2)
+    Samples of the bytes show which dtype to compress them as. In nyacomp, `algo` (0, 1 or 2)
     selects one of nvCOMP's settings; here it has no effect.
 
     Returns the file's size, which may be larger than the data.
@@ -218,8 +218,7 @@ def _dtype(name: str, place: str) -> Any:
 
 def _read_entries(entries: list[_Entry], preload: overwire.Preload | None, sizes: bool = True) -> list[Any]:
     """Loads the tensors of all entries. Checks headers and sizes first, then loads all containers in
-    one call, which uses the preload if it has the same files. sizes: whether the listed sizes are
-    known to be right."""
+    one call, which uses the preload if it has the same files. sizes: whether the listed sizes must match the files."""
     if sizes and preload is None and (settings.text("OVERWIRE_DOWNLOADER") or settings.text("DOWNLOADER_PATH")):
         with _brought(entries) as there:
             return _tensors(there, None)
@@ -246,7 +245,7 @@ def _brought(entries: list[_Entry]) -> Iterator[list[_Entry]]:
                     while size and (part := reader.read(min(size, 1 << 20))):
                         file.write(part)
                         size -= len(part)
-            reader.read(1)  # raises an error that occurs at the end
+            reader.read(1)  # raises an error of the download, if any
         here = {id(entry): entry._replace(place=place) for entry, place in zip(remote, places, strict=True)}
         try:
             yield [here.get(id(entry), entry) for entry in entries]
@@ -297,7 +296,7 @@ def _check(entry: _Entry) -> list[str] | Callable[[_Entry], Any]:
         return order.split("\n") if order else [row["name"] for row in source["tensors"]]
     item = _dtype(file.dtype, place).itemsize
     if math.prod(max(d, 1) for d in file.shape) * item >= 1 << 63:
-        raise _misfit(place, f"shape {list(file.shape)} of {file.dtype}: a tensor cannot be that large")
+        raise _misfit(place, f"shape {list(file.shape)} of {file.dtype}: no tensor can be that large")
     size = math.prod(file.shape) * item
     if size != file.decompressed_size:
         raise _misfit(
@@ -374,7 +373,7 @@ def _foreign(entry: _Entry) -> Any:
     import torch
 
     size = entry.file.decompressed_size
-    # The limit has space for incompressible chunks and for the tables.
+    # The limit leaves room for incompressible chunks and for the tables.
     plain = hlif.decode(entry.place, overwire.read_bytes(entry.place, 2 * size + (1 << 20)), size)
     flat = torch.frombuffer(plain, dtype=torch.uint8) if size else torch.empty(0, dtype=torch.uint8)
     return flat.to(device())

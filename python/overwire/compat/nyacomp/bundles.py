@@ -39,7 +39,7 @@ def compress(model: Any, path: PathLike = DEFAULT, *, empty: bool = False) -> fl
 
 
 def compress_pickle(obj: Any, path: PathLike = DEFAULT, algo: int = 0) -> float:
-    """Saves any object, otherwise like `compress`. In nyacomp, `algo` (0, 1 or 2) selects one of
+    """Like `compress`, for any object. In nyacomp, `algo` (0, 1 or 2) selects one of
     nvCOMP's settings; here it has no effect."""
     settings.check_algo(algo)
     return _save_listed(obj, path, False)
@@ -156,7 +156,7 @@ def load_compressed_pickle(path: PathLike = DEFAULT) -> Any:
 def _load_pickle(path: PathLike) -> Any:
     try:
         return load_object(path, trust=True, tensors=_remote(path))
-    except (overwire.NotFoundError, overwire.FormatError):  # FormatError: torch.save wrote the pickle
+    except (overwire.NotFoundError, overwire.FormatError):  # FormatError means that torch.save wrote the pickle
         if not os.path.exists(path) or manifests.find(path, manifests.MERGE_INFO) is None or not _foreign(path):
             raise
     tensors = split_tensors(_stored(path, keep=False), manifests.read_merge_info(path))
@@ -181,7 +181,7 @@ def _remote(path: PathLike) -> str | None:
 
 
 def _foreign(path: PathLike) -> bool:
-    """Returns whether the manifest lists nyacomp's files, not an overwire container."""
+    """Returns whether the manifest lists nyacomp's files instead of an overwire container."""
     rows = _listed(path)
     return rows is not None and not any(row.filename.endswith(".safetensors") for row in rows)
 
@@ -219,7 +219,7 @@ def _filled(path: PathLike, tensors: list[Any]) -> Any:
 
 def get_args(path: PathLike) -> tuple[list[_nyacomp.CompressedFile], list[list[int]]]:
     """Returns the arguments of `batch_decompress` for the bundle at `path`, from its metadata.pkl. The files are
-    partitioned again if the stored bins are for another number of threads, or if REDO_PARTITION is set."""
+    partitioned again if the stored bins are for a different number of threads, or if REDO_PARTITION is set."""
     rows, bins = manifests.read_metadata(path)
     meta = [row for row in rows if row]
     folder = Path(path).absolute().parent
@@ -238,14 +238,14 @@ def get_args(path: PathLike) -> tuple[list[_nyacomp.CompressedFile], list[list[i
 
 
 def get_tensors(path: PathLike) -> list[Any]:
-    """Returns the stored (merged) tensors of the bundle at `path`. They come from the preload if it is of
-    this bundle. Otherwise they are read now, with the bundle's meta.csv (or metadata.pkl if PYTHON_ARGS is
+    """Returns the stored (merged) tensors of the bundle at `path`. They come from the preload if that has loaded this
+    bundle. Otherwise they are read now, with the bundle's meta.csv (or metadata.pkl if PYTHON_ARGS is
     set), or with PRELOAD_PATH if there is no meta.csv."""
     return _stored(path, keep=True)
 
 
 def _stored(path: PathLike, keep: bool) -> list[Any]:
-    # keep: whether the preload keeps the tensors that it returns.
+    # keep: whether the preload also keeps the tensors that this function returns.
     meta = manifests.find(path, manifests.META)
     if decompressor is not None and (meta is None or _same(decompressor.path, path)):
         return decompressor.get() if keep else decompressor.take()

@@ -1,8 +1,9 @@
-"""Compresses and loads checkpoints of Hugging Face's libraries, each tensor in its own file.
+"""Compresses and loads checkpoints of Hugging Face's libraries, with each large tensor in its own file.
 
 For D/x.bin it writes D/nya/boneless_x.bin, a torch file with the state dict. In it a large tensor is {"shape", "dtype",
 "len", "len_compressed", "digest"}, with its data in D/nya/KEY.gz, and "meta" has the bins. The checkpoint itself stays.
-Checkpoints in the same folder share the file of an equal key; the digest tells which checkpoint its tensor belongs to.
+If checkpoints in the same folder have a key in common, they share its file, which has the tensor of the last one. The
+digest shows which one that is.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def compress_model(model: str | None = None) -> float:
 
 
 def compress_components(components: Iterable[_PathLike]) -> float:
-    """Runs `compress_state_dict` for several checkpoints, except for files that it made itself.
+    """Runs `compress_state_dict` for several checkpoints, and skips files that this function has written.
     Returns stored / original bytes, 1.0 if there are no checkpoints."""
     size = stored_size = 0
     for component in map(Path, components):
@@ -55,9 +56,9 @@ def compress_components(components: Iterable[_PathLike]) -> float:
 
 
 def compress_state_dict(path: _PathLike, treshold: int = 16000) -> tuple[int, int]:
-    """Compresses the tensors of a torch or safetensors checkpoint that have more than `treshold` bytes, into nya/ in
-    its folder. Replaces the files of an earlier run, and the files of other checkpoints in the folder for equal keys.
-    `good_load` of such a checkpoint then raises CorruptError, unless the tensors are equal.
+    """Compresses those tensors of a torch or safetensors checkpoint that have more than `treshold` bytes, into nya/ in
+    the checkpoint's folder. Replaces the files of an earlier run, and the files of other checkpoints in the folder that
+    have the same keys. `good_load` of those checkpoints then raises CorruptError, unless the tensors are equal.
 
     Returns the original and the stored bytes of all tensors. Raises NotSupportedError for a
     checkpoint with a key "meta".
@@ -137,10 +138,11 @@ def _read_boneless(boneless: Path) -> dict[str, Any]:
         ) from error
     except (overwire.OverwireError, PermissionError, MemoryError):
         raise
-    except Exception as error:  # including OSError: torch seeks to offsets from the file
+    except Exception as error:  # even OSError, because torch seeks to offsets that it reads from the file
         reason = str(error).partition("\n")[0]
         raise overwire.FormatError(
-            f"overwire: open {boneless}: not a file of compress_state_dict: {reason:.200}", source=str(boneless)
+            f"overwire: open {boneless}: compress_state_dict did not write this file: {reason:.200}",
+            source=str(boneless),
         ) from error
 
 
@@ -248,7 +250,7 @@ def _load_state_dict(checkpoint_file: _PathLike, *args: Any, **kwargs: Any) -> d
 
 
 def _shapes(path: _PathLike) -> dict[str, Any]:
-    # The state dict with empty stand-ins for its large tensors.
+    # A state dict in which empty stand-ins replace the large tensors.
     import torch
 
     state, keys, _ = _read_layout(path)
@@ -299,7 +301,7 @@ class _Slice:
         return list(self._tensor.shape)
 
     def get_dtype(self) -> str:
-        # float8_e4m3fn: F8_E4M3, bfloat16: BF16, int64: I64, bool: BOOL.
+        # Examples: float8_e4m3fn becomes F8_E4M3, bfloat16 BF16, int64 I64, and bool BOOL.
         kind, rest = str(self._tensor.dtype).removeprefix("torch."), ""
         if kind.startswith("float8"):
             kind, rest = "float8", kind[6:].upper().removesuffix("FNU").removesuffix("FN")

@@ -6,9 +6,9 @@
     48 u64 plain bytes of a chunk              56 u32 offset of the payload
     64 the format's own header; u64 offset, u64 bytes of each chunk; u32 checksums
 
-It is the container of nvCOMP 2.2, the last release with open source, with 0 as its magic number. Its GDeflate chunks
+It is the container of nvCOMP 2.2, the last open-source release, except that the magic number is 0. Its GDeflate chunks
 are standard. nvCOMP does not publish its checksum algorithm, so checksums are not compared (nyacomp does not compare
-them either). A changed byte goes unnoticed if its chunk still decodes, so such files should be compressed again.
+them either). A wrong byte is not noticed if its chunk can still be decoded, so compress such models again.
 """
 
 from __future__ import annotations

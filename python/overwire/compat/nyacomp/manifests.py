@@ -45,7 +45,7 @@ def bins_fit(bins: Sequence[Sequence[int]], count: int) -> bool:
 
 def _check_bins(bins: Sequence[Sequence[int]], count: int, path: str) -> None:
     if not bins_fit(bins, count):
-        raise overwire.FormatError(f"overwire: open {path}: its bins do not fit its {count} files", source=path)
+        raise overwire.FormatError(f"overwire: open {path}: its bins do not match its {count} files", source=path)
 
 
 def read_csv(path: str | os.PathLike[str]) -> Manifest:
@@ -101,7 +101,7 @@ def host_name(path: str | os.PathLike[str]) -> str:
 
 
 def write(folder: Path, meta: Sequence[Mapping[str, Any]], bins: Sequence[Sequence[int]], merge_info: str) -> None:
-    """Writes the manifests of the tensor files in folder/nya, to both folders."""
+    """Writes the manifests of the tensor files in folder/nya, both to `folder` and to folder/nya."""
     rows = [*meta, [list(part) for part in bins]]
     for place in (folder / FOLDER, folder):
         write_file(place / METADATA, pickle.dumps(rows, protocol=4))

@@ -73,8 +73,8 @@ def _makespan(sizes: list[int]) -> int:
 
 def iterative_merge_tensors(tensors: Sequence[Any]) -> tuple[list[Any], str]:
     """Runs `merge_tensors` with the limit that gives the smallest makespan: the default limit, or
-    one found by bisection between an equal share for each thread and twice that. The search
-    only looks at sizes; tensors are copied once."""
+    one found by bisection between an equal share for each thread and twice that. The search uses only the sizes.
+    Tensors are copied once, at the end."""
     if not tensors:
         return [], ""
     sizes = [tensor_size(tensor) for tensor in tensors]
@@ -98,8 +98,8 @@ def iterative_merge_tensors(tensors: Sequence[Any]) -> tuple[list[Any], str]:
 
 
 def split_tensors(tensors: Sequence[Any], info: str) -> list[Any]:
-    """Splits stacks into their tensors, in the order of their positions. Each tensor has its own memory,
-    and lacks the stack's first dimension.
+    """Splits stacks into their tensors, in the order of their positions. Each tensor has its own memory. Its shape is
+    that of the stack without the first dimension.
 
     info: the text of merged_tensors.csv. Raises FormatError if it does not match the stacks.
     """
@@ -119,7 +119,7 @@ def split_tensors(tensors: Sequence[Any], info: str) -> list[Any]:
             or len(set(positions)) != len(positions)
         ):
             raise overwire.FormatError(
-                f"overwire: merged tensors: {line!r} does not fit a tensor of shape {tuple(tensor.shape)}"
+                f"overwire: merged tensors: {line!r} does not match a tensor of shape {tuple(tensor.shape)}"
             )
         parts = [tensor[0]] if len(positions) == 1 else [part.clone() for part in tensor]
         pieces.update(zip(positions, parts, strict=True))

@@ -12,7 +12,7 @@ from functools import lru_cache
 
 def ffd_binpack(sizes: Sequence[int], capacity: float) -> list[list[int]]:
     """Packs sizes into bins of at most `capacity` by first-fit decreasing, with as many bins as needed.
-    A larger size gets its own bin."""
+    A size above `capacity` gets its own bin."""
     bins: list[list[int]] = []
     room: list[float] = []
     for size in sorted(sizes, reverse=True):
@@ -74,13 +74,13 @@ def to_idx(sizes: Sequence[int], bins: Sequence[Sequence[int]]) -> list[list[int
     for part in bins:
         for size in part:
             if not places.get(size):
-                raise KeyError(f"overwire: bins: size {size} occurs more often than in sizes")
+                raise KeyError(f"overwire: bins: size {size} occurs more often than in `sizes`")
         indices.append([places[size].pop() for size in part])
     return indices
 
 
 def massage(sizes: Sequence[int], n_bins: int = 32) -> list[list[int]]:
-    """Distributes the positions in `sizes` over exactly `n_bins` bins, each with its largest first. No
+    """Distributes the positions in `sizes` over exactly `n_bins` bins. Each bin begins with its largest size. No
     bin is empty while another has two positions."""
     return [list(part) for part in _massage(tuple(sizes), n_bins)]
 

@@ -17,7 +17,7 @@ log = logging.getLogger("overwire")
 _YES = frozenset({"1", "true", "yes", "on", "y", "t"})
 _NO = frozenset({"0", "false", "no", "off", "n", "f"})
 
-# Flags that are read here.
+# Flags that this module reads.
 _FLAGS = (
     "DOWNLOAD",
     "REMOTE_CSV",
@@ -63,7 +63,7 @@ def text(name: str, default: str = "") -> str:
 
 
 def num_threads() -> int:
-    """Returns the number of bins to plan for: OVERWIRE_THREADS, NUM_THREADS, or the number of CPUs that
+    """Returns the number of bins for partitions: OVERWIRE_THREADS, NUM_THREADS, or the number of CPUs that
     this process may use."""
     return number("OVERWIRE_THREADS", 1, 1024) or number("NUM_THREADS", 1, 1024) or len(os.sched_getaffinity(0))
 

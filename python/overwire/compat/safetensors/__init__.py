@@ -9,7 +9,7 @@ framework is installed.
 
 Intended differences:
 
-- Files that break a rule of the format are refused, including those with duplicate names.
+- Files that violate a rule of the format are refused, for example files with duplicate names.
 - The caller owns each tensor, which is never a view of a shared storage.
 - Saving replaces a file atomically.
 - A TensorSpec at address 0 is refused, where the original crashes.
@@ -18,7 +18,7 @@ Intended differences:
 - `device` may be a torch.device, `load` accepts any bytes-like object, and a file name may be
   any single path that `overwire.load_file` accepts.
 - `prefetch` also loads to the host, and its tensors have their own memory.
-- A TypeError names its argument in its text, as in 0.8, and not in a note.
+- A TypeError names its argument in the message, as in 0.8, instead of in a note.
 
 Errors are the original's classes and begin with its words. `__cause__` is overwire's error,
 with file, tensor, chunk and offset. If the package safetensors is installed,
@@ -32,7 +32,7 @@ from ._errors import SafetensorError
 from ._files import PySafeSlice, _safe_open_handle, safe_open
 from ._prefetch import PrefetchLoader, TensorMeta
 
-__version__ = "0.9.0-rc.1"  # the latest release with the same names
+__version__ = "0.9.0-rc.1"  # the latest release that has these names
 
 __all__ = [
     "PrefetchLoader", "PySafeSlice", "SafetensorError", "TensorMeta", "TensorSpec", "__version__", "_safe_open_handle",

@@ -47,8 +47,8 @@ def serialize_file(tensor_dict: dict[str, TensorSpec], filename: Any, metadata: 
 
 
 def write(tensor_dict: dict[str, Any], filename: Any, metadata: dict[str, str] | None, *, compress: bool) -> None:
-    """Does the work of `serialize_file` for overwire's specs."""
-    from overwire._compat_api import save_bytes  # reading does not need it
+    """Like `serialize_file`, for overwire's specs."""
+    from overwire._compat_api import save_bytes  # import it here, because reading does not need it
 
     _check(tensor_dict, metadata)
     path = os.fspath(filename)
@@ -83,7 +83,7 @@ def deserialize(bytes: bytes) -> list[tuple[str, dict[str, Any]]]:
 
 
 class BytesFile:
-    """A file over bytes that can be read once. It returns views; `io.BytesIO` would copy."""
+    """A file over bytes, which can be read once. It returns views; `io.BytesIO` would copy."""
 
     def __init__(self, data: memoryview) -> None:
         self._rest = data

@@ -10,7 +10,7 @@ import overwire
 
 _Base: Any = Exception
 with contextlib.suppress(ImportError):
-    # With this base, `except` clauses on the package's class also catch ours.
+    # With this base class, `except` clauses for the package's class also catch ours.
     from safetensors import SafetensorError as _Base
 
 

@@ -40,8 +40,8 @@ class safe_open:
     """Opens a file and returns tensors on request.
 
     filename: a path. framework: "pt", "np", "tf", "flax", "mlx" or "paddle", or the long name
-    of one of these. device: the device for tensors; only "pt" and "paddle" support
-    devices other than "cpu". backend: "mmap" or "pread".
+    of one of these. device: the device for tensors; only "pt" and "paddle" support devices other than "cpu". backend:
+    "mmap" or "pread".
 
     It is a context manager. Raises FileNotFoundError, SafetensorError.
     """
@@ -128,7 +128,7 @@ class safe_open:
                 dtype, shape, begin = inner.get_dtype(), inner.get_shape(), end
                 end += inner.nbytes
                 entries[each] = dtype, shape, (begin, end)
-            self._entries = entries  # assign the finished dict: other threads may read it
+            self._entries = entries  # assign only the finished dict, because other threads may read it
         if name not in self._entries:
             raise SafetensorError(f"File does not contain tensor {name}")
         meta: TensorMeta = object.__new__(TensorMeta)
@@ -138,7 +138,7 @@ class safe_open:
     def prefetch(
         self, plan: dict[str, slice | None] | None = None, *, device: Any = None, threads: int = 8
     ) -> PrefetchLoader:
-        """Starts to load tensors in the background, to a GPU or the host. Only for "pt".
+        """Starts to load tensors in the background, to a GPU or the host. Works only with framework="pt".
 
         plan: maps names to None for the whole tensor, or to a slice of its rows with step 1; None: every tensor.
         device: the device for the tensors; None: the file's. threads: ignored; the engine has its own threads.

@@ -10,8 +10,8 @@ from ._errors import SafetensorError
 
 
 class Framework(NamedTuple):
-    """native: the framework in which overwire loads. make: converts a tensor of that framework to
-    this one, on a device."""
+    """One of safe_open's frameworks. native: the framework in which overwire loads. make: converts a tensor of `native`
+    to this framework, on a device."""
 
     native: Any
     make: Callable[[Any, str], Any]
@@ -31,7 +31,7 @@ def _on_cpu(framework: str, make: Callable[[Any], Any]) -> Framework:
 
 
 def _to_mlx(array: Any) -> Any:
-    # mlx only accepts bfloat16 as bits.
+    # mlx accepts the bits of bfloat16 only as integers.
     mx = import_module("mlx.core")
     if array.dtype.name == "bfloat16":
         return mx.array(array.view("uint16")).view(mx.bfloat16)

@@ -1,5 +1,5 @@
-"""Defines the results of a patched `safe_open`: slices that can be loaded ahead, which lets the
-engine load a whole model in one pass, and plain files that safetensors itself reads.
+"""Defines what a patched `safe_open` returns. Slices can be loaded before they are indexed, so the engine loads a whole
+model in one pass. Plain files are read by safetensors itself.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Slice:
     """A tensor of an open file that is read when it is indexed.
 
     inner: safetensors' own slice for a plain file, otherwise ours. where: the device of its
-    results. path: the file, for loads of several tensors. mapped: whether safetensors maps
+    results. path: the file's absolute path or URI. Loads of several tensors need it. mapped: whether safetensors maps
     the tensor, which on the CPU is as good as loading it.
     """
 
@@ -57,14 +57,14 @@ class Slice:
         return self._inner[index]
 
     def device(self, asked: Any) -> str | None:
-        """Returns the engine's name of the device that a library asks for. None if safetensors should load the tensor:
-        it is as fast, or the engine does not support the device."""
+        """Returns the engine's name for the device that a library asks for. Returns None if safetensors should load the
+        tensor, because it is as fast, or because the engine does not support the device."""
         where = _engines(asked)
         return None if where == "cpu" and self._mapped else where
 
     def cast(self, dtype: Any) -> str:
-        """Returns the dtype to which the engine should cast the tensor during the load. "" if torch must cast it,
-        or if no cast is needed."""
+        """Returns the dtype to which the engine should cast the tensor during the load. Returns "" if torch must cast
+        it, or if no cast is needed."""
         return _cast(self.get_dtype(), dtype)
 
     def on(self, device: str) -> Any:
@@ -85,7 +85,7 @@ def _cast(dtype: str, asked: Any) -> str:
 
 
 def _engines(asked: Any) -> str | None:
-    # Returns the engine's name of a device; None if the engine does not support it.
+    # Returns the engine's name for a device, or None if the engine does not support it.
     if asked is None:
         return "cpu"
     if isinstance(asked, int):
@@ -141,8 +141,8 @@ class Ahead:
 
     def want(self, tensor: Slice, device: str, dtype: Any = None) -> Callable[[], Any]:
         """Requests a whole tensor. The engine casts it to `dtype` if it does so exactly like torch. Returns a function
-        that returns the tensor, once. The first call of such a function starts the load of all tensors requested until
-        then."""
+        that returns the tensor, once. The first call of such a function starts the load of all tensors that were
+        requested so far for the same device and cast."""
         cast = tensor.cast(dtype)
         with self._lock:
             current = self._open.get((device, cast))
@@ -153,15 +153,15 @@ class Ahead:
         return lambda: current.give(tensor.path, tensor.name)
 
     def begin(self) -> None:
-        """Starts the load. Its errors are raised when a tensor is returned."""
+        """Starts the load. Its errors are raised by the functions that `want` returned."""
         with self._lock:
             for current in self._open.values():
                 current.begin()
 
     @contextlib.contextmanager
     def pass_on(self) -> Iterator[None]:
-        """A context in which `ahead` returns this object in this thread, and `close` does nothing. It closes the
-        object at its end."""
+        """A context in which `ahead` returns this object in this thread, and `close` does nothing. At the end, the
+        context closes this object."""
         before, _thread.passed, self._passed = getattr(_thread, "passed", None), self, True
         try:
             yield
@@ -231,7 +231,7 @@ class _Pass:
                     self._landed[key] = tensor
             self._given.add((path, name))
             if len(self._given) == sum(map(len, self._names.values())):
-                for _ in self._arrivals:  # exhaust it, so that the load ends and is reported
+                for _ in self._arrivals:  # exhaust the stream, so that the load ends and is reported
                     pass
             return self._landed.pop((path, name))
 
@@ -283,7 +283,7 @@ def _plan_slices(device: Callable[[str], Any]) -> Iterator[None]:
         load.close()
 
 
-# Annotated here, because patching uses it and the imports are circular for type checkers.
+# Annotated here because `patching` uses this name, and type checkers would otherwise follow circular imports.
 slice_plan: Callable[[Callable[[str], Any]], contextlib.AbstractContextManager[None]]
 slice_plan = contextlib.contextmanager(_plan_slices)
 

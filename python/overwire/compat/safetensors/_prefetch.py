@@ -70,14 +70,14 @@ class PrefetchLoader(Internal):
     def _begin_load(
         self, file: overwire.safe_open, source: Any, name: Any, plan: dict[str, Rows | None], where: str
     ) -> None:
-        # source: the file, which is opened again. name: its name in messages.
+        # source: the file, which is opened again. name: the file's name in messages.
         self._file, self._name, self._where = file, name, where
         self._names, self._due = list(plan), dict.fromkeys(plan)
         self._rows = {key: rows for key, rows in plan.items() if rows is not None}
         self._ready: dict[str, Any] = {}
         self._lock, self._busy = new_lock(), False
         self._error: Exception | None = None
-        # Needed even if the plan only has rows: it checks the device and begins to prepare it.
+        # Needed even if the plan has only rows, because opening checks the device and begins to prepare it.
         whole = [key for key, rows in plan.items() if rows is None]
         self._arrivals: Any = overwire.stream(source, where, framework="pt", keys=whole)
 

@@ -44,8 +44,8 @@ _LIBRARIES = ("transformers", "accelerate", "diffusers")
 # Modules of these libraries that the hooks use.
 _WATCHED = {library: import_module(f"overwire.integrations.{library}").MODULES for library in _LIBRARIES}
 
-# Packages with thousands of modules, which only import safetensors inside functions, if at all.
-# Searching them would take longer than loading a model.
+# Packages with thousands of modules, which import safetensors only inside functions or not at all. Searching them would
+# take longer than loading a model.
 _OTHERS = frozenset(sys.stdlib_module_names - {"__main__"}) | {"mpmath", "numpy", "sympy", "torch", "triton"}
 
 log = logging.getLogger("overwire")
@@ -112,7 +112,7 @@ def _opens(name: str, original: Any) -> type[Any]:
 
 
 def _where(device: Any) -> Any:
-    # A library's "cpu" may just be its default. The patch's `device=` overrides it.
+    # If a library passes "cpu", that may just be its default. The patch's `device=` overrides it.
     return _device() or device if device is None or str(device) == "cpu" else device
 
 
@@ -157,7 +157,7 @@ def _puts_in_order(original: Any) -> Any:
 
     @functools.wraps(original)
     def save_in_order(*args: Any, **kwargs: Any) -> Any:
-        # The original writes the memory as it is, in its own layout.
+        # The original writes the memory unchanged, in its current layout.
         tensors = args[0] if args else kwargs.get(first)
         if isinstance(tensors, Mapping) and not forked() and any(patch.compress for patch in _patches):
             ordered = {name: _in_order(value) for name, value in tensors.items()}
@@ -181,7 +181,7 @@ def _in_order(value: Any) -> Any:
     return numpy.asarray(value, order="C") if numpy and isinstance(value, numpy.ndarray) else value
 
 
-# The original's parameter names for the file, or for its bytes.
+# The names of the original's parameter for the file or for its bytes.
 _SUBJECTS = ("filename", "f", "data", "bytes")
 
 _signature = functools.lru_cache(maxsize=64)(inspect.signature)
@@ -203,7 +203,7 @@ class _Call:
 
     def left_to_safetensors(self) -> bool:
         """Returns whether the original should read the file. It maps plain files on the CPU, which is as fast.
-        It would accept files that break a rule of the format, so it does not get those."""
+        It would accept files that violate a rule of the format, so overwire reads (and refuses) those."""
         where = "cpu" if self.device is None else str(self.device)
         if where != "cpu" or _device() is not None:
             return False
@@ -289,8 +289,8 @@ def _readers_of(module: str, held: Any) -> dict[int, tuple[Any, Any]]:
 
 
 def _hook(readers: dict[int, tuple[Any, Any]] | None = None) -> None:
-    # Libraries and parts of them may be imported after the patch. So `_imports` and every opened
-    # file call this. readers: safetensors' functions, which the first patch also replaces.
+    # Libraries and parts of them may be imported after the patch. Therefore `_imports` and every opening of a file call
+    # this. readers: safetensors' functions, which the first patch also replaces.
     if readers is None and all(_present(library) == _seen.get(library, 0) for library in _LIBRARIES):
         return
     with _lock:
@@ -361,7 +361,7 @@ def _replace(owner: Any, name: str, ours: classmethod[Any, Any, Any]) -> None:
 
 def _restore(key: tuple[int, str]) -> None:
     owner, name, original, put = _members.pop(key)
-    if inspect.getattr_static(owner, name, None) is put:  # otherwise it is another tool's wrapper, which stays
+    if inspect.getattr_static(owner, name, None) is put:  # otherwise the member is another tool's wrapper, which stays
         setattr(owner, name, original)
 
 
@@ -460,9 +460,9 @@ def patch_safetensors(*, device: Any = None, compress: bool = False, offload: bo
         with overwire.patch_safetensors():
             model = AutoModel.from_pretrained(folder, device_map="cuda")
 
-    The patch takes effect immediately, in all threads. It replaces `safe_open`, `deserialize`, and
-    `load_file`, `load`, `load_model` of safetensors' modules, in every loaded module that has
-    imported them and in modules that are imported later. transformers, diffusers, accelerate
+    The patch takes effect immediately, in all threads. It replaces `safe_open`, `deserialize`, `load_file`, `load` and
+    `load_model` of safetensors' modules, in every loaded module that has imported them and in modules that are imported
+    later. transformers, diffusers, accelerate
     and peft need no other changes, and file names stay the same. transformers and diffusers load
     models in one pass, each tensor directly to its device in `device_map`.
 

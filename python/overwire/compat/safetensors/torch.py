@@ -83,8 +83,8 @@ def load_model(
 ) -> tuple[set[str], list[str]]:
     """Loads a file into a module, with the module's `load_state_dict`.
 
-    strict: whether to raise RuntimeError if names are missing or unexpected; the module is
-    loaded nevertheless. Returns (missing, unexpected). Names of tensors that share memory with
+    strict: whether to raise RuntimeError if names are missing or unexpected. Even then, the other tensors are loaded
+    first. Returns (missing, unexpected). Names of tensors that share memory with
     a loaded tensor count as neither.
     """
     state = load_file(filename, device=device, backend=backend)
@@ -139,7 +139,7 @@ def _filter_shared_not_shared(tensors: list[set[str]], state_dict: dict[str, tor
                 groups.append({name})
             else:
                 groups[-1].add(name)
-            end = stop  # the end of the last tensor, as in the original: files depend on it
+            end = stop  # the end of the last tensor, as in the original, because the names in files depend on it
     return groups
 
 
@@ -163,10 +163,10 @@ def _remove_duplicate_names(
     preferred_names: Iterable[str] | None = None,
     discard_names: Iterable[str] | None = None,
 ) -> dict[str, list[str]]:
-    """Returns for each group of tensors that share memory the name to keep, and the names to drop.
+    """For each group of tensors that share memory, returns the name to keep and the names to drop.
 
-    It keeps the name of a tensor that covers the whole storage: if possible a preferred one, else one that is
-    not in `discard_names`, and the alphabetically first of these.
+    It keeps the name of a tensor that covers the whole storage: a preferred name if possible, else a name that is not
+    in `discard_names`. Of several such names it keeps the alphabetically first.
     """
     preference, discard = set(preferred_names or ()), set(discard_names or ())
     drop: dict[str, list[str]] = defaultdict(list)

@@ -1,9 +1,10 @@
-"""Implements CoreWeave's tensorizer with overwire. Files, names and error texts are tensorizer's.
+"""Implements CoreWeave's tensorizer with overwire. Files, names and error texts are the same as tensorizer's.
 
     import overwire.compat.tensorizer as tensorizer
 
-Importing it does not import torch. The main differences: the engine opens files and uses all cores. An index may exceed
-tensorizer's 256 KiB, and tensorizer can read it. Encryption never changes the caller's memory. A TensorSerializer is
+Importing it does not import torch. The main differences: the engine opens files and uses all cores. An index may be
+larger than tensorizer's 256 KiB; tensorizer can still read it. Encryption never changes the caller's memory. A
+TensorSerializer is
 also a context manager. docs/tensorizer.md lists all differences.
 """
 

@@ -17,7 +17,7 @@ _SHARED_OPAQUE = frozenset(
 
 
 def foreign(text: str) -> bool:
-    """Returns whether safetensors lacks a file's dtype."""
+    """Returns whether safetensors lacks the dtype with this text."""
     form, opaque, name = text.partition("\0")
     return name not in _SHARED_OPAQUE if opaque else form not in _SHARED
 
@@ -34,14 +34,14 @@ def written(dtype: Any) -> str:
 
 
 def of_numpy(dtype: Any) -> str:
-    """Returns a numpy dtype's text in a file. Raises TypeError for dtypes that readers lack, ValueError
-    for another byte order."""
+    """Returns a numpy dtype's text in a file. Raises TypeError for dtypes that readers lack, ValueError for a foreign
+    byte order."""
     form = str(dtype.str)
     if form in _WRITTEN:
         return form
     if not dtype.isnative and str(dtype.newbyteorder().str) in _WRITTEN:
         raise ValueError(
-            f"an array of {dtype} has another byte order than this machine: use astype(dtype.newbyteorder())"
+            f"an array of {dtype} does not have this machine's byte order: use astype(dtype.newbyteorder())"
         )
     raise TypeError(f"Cannot serialize an array with dtype {dtype}")
 

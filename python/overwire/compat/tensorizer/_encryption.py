@@ -33,7 +33,7 @@ def _check_length(key: bytes, what: str) -> None:
 class EncryptionParams:
     """The key with which a TensorSerializer encrypts: 32 bytes.
 
-    Make one with `random` or `from_string`, or from your own key. Raises ValueError for a key of another length.
+    Make one with `random` or `from_string`, or from your own key. Raises ValueError for a key of any other length.
     """
 
     OpsLimit = _OpsLimit
@@ -67,7 +67,8 @@ class EncryptionParams:
 
         opslimit: number of passes. memlimit: bytes of memory. None means MODERATE, which takes
         256 MiB and half a second. salt: 16 bytes; None: random. The file stores all three. Raises ValueError for an
-        empty password or a salt of another length, TypeError for an OpsLimit as memlimit or the reverse.
+        empty password or a salt of any other length. Raises TypeError if memlimit is an OpsLimit or opslimit a
+        MemLimit.
         """
         if not source:
             raise ValueError("Source cannot be empty")

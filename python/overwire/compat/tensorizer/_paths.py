@@ -1,4 +1,4 @@
-"""Handles tensor names: a text, or a path of texts and numbers through a structure."""
+"""Handles tensor names. A name is a text, or a path of texts and numbers through a structure."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Tree = dict[Any, Any]
 
 
 def add(tree: Tree, path: Path) -> None:
-    """Adds a path. Raises ValueError if it exists, conflicts with another, or has more than 200 levels."""
+    """Adds a path. Raises ValueError if the path exists, conflicts with another path, or has more than 200 levels."""
     if len(path) > _DEEPEST:
         raise ValueError(f"Tensor paths of more than {_DEEPEST} levels are not supported; got one of {len(path)}")
     level = tree

@@ -29,7 +29,7 @@ _BATCH = 256 << 20
 # Maximum bytes of one value in Redis, which allows 512 MiB.
 _REDIS_VALUE = 256 << 20
 
-# The dtypes that a floating dtype= applies to.
+# The dtypes that a floating-point dtype= casts.
 _CAST = operator.attrgetter("float16", "bfloat16", "float32", "float64")
 _PLAIN = "!#$&()*+,/:;<=>?@[]^_`{|}~"
 
@@ -85,7 +85,7 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
             self._device = _current_cuda()
             self._dynamic = lazy_load
         if self._device.type == "cuda" and not lazy_load:
-            prepare(str(self._device))  # in parallel with opening the file
+            prepare(str(self._device))  # runs while the file is opened
         if encryption is not None and not isinstance(encryption, DecryptionParams):
             kind = encryption.__class__.__name__
             raise TypeError(f"encryption parameter: expected DecryptionParams instance or None, {kind} found")
@@ -176,7 +176,7 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
             raise ValueError(str(error)) from error
 
     def _prepare_key(self, encryption: DecryptionParams | None) -> None:
-        """Derives the file's key once, and passes it as an option to all later calls."""
+        """Derives the file's key once. All later calls get the key as an option."""
         if encryption is None:
             if self._file_info.encrypted:
                 raise CryptographyError("Tensor is encrypted, but decryption was not requested")
@@ -437,12 +437,12 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
     def to_redis(self, redis_client: Any, key_prefix: str, force: bool = False) -> None:
         """Copies the file to Redis, where it can be read as `redis://host/key_prefix`. The head and the index are
         stored at "prefix:header:0". Each tensor's record and data are stored at "prefix:name:offset", the data in
-        values of at most 256 MiB. Filters have no effect, because a part would not be a valid file.
+        values of at most 256 MiB. Filters have no effect, because a part of the file would not be valid.
 
         redis_client: a client of the package redis, or an object with its methods set, exists,
             get, scan_iter and delete. force: whether to replace existing values of the prefix.
             Without it they stay, so an interrupted copy can be continued.
-        Raises ValueError if Redis has another file there, and after `close` (which an eager load to a GPU calls).
+        Raises ValueError if Redis has a different file there, and after `close`, which an eager load to a GPU calls.
         """
         if self._source is None:
             raise ValueError("I/O operation on closed file")
@@ -505,7 +505,7 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
             own = module._parameters.get(attribute, module._buffers.get(attribute))
             parameter = self._records[path].type == TensorType.PARAM
             hidden = attribute in module._non_persistent_buffers_set
-            # Replace any attribute of that name: a parameter, a buffer or a plain attribute.
+            # Replace any attribute of that name, whether it is a parameter, a buffer or a plain attribute.
             for there in (module._parameters, module._buffers, module.__dict__):
                 there.pop(attribute, None)
             if own is not None:  # tie tensors that are tied in the module, if they are equal

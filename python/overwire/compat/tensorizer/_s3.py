@@ -59,7 +59,7 @@ def s3cfg_values(config_paths: Any = None) -> ParsedCredentials:
 
 
 def infer_credentials(key: str | None, secret: str | None, config_path: Any = None) -> ParsedCredentials:
-    """Returns a pair of credentials. None is replaced with the value in .s3cfg; "" is not.
+    """Returns a pair of credentials. Replaces None, but not "", with the value in .s3cfg.
 
     Raises ValueError if a part is not found, FileNotFoundError if config_path does not exist.
     """
@@ -103,7 +103,7 @@ def enforce_scheme(endpoint: str, allow_http: bool = False, force_http: bool = F
 
 
 def parse_uri(uri: str) -> tuple[str, str]:
-    """Returns bucket and key of an s3:// URI. Raises ValueError for other URIs."""
+    """Returns the bucket and the key of an s3:// URI. Raises ValueError for other URIs."""
     parts = urlsplit(uri, allow_fragments=False)
     if parts.scheme.lower() != "s3":
         raise ValueError(f"Invalid S3 URI: {uri}")
@@ -184,8 +184,8 @@ def virtual_only(endpoint: str) -> bool:
 
 
 def url_of(uri: str, options: dict[str, Any]) -> str:
-    """Returns a URL that reads the object. The URL is not signed for unsigned access, or without any
-    credentials: the bucket may be public. Raises ValueError for other URIs."""
+    """Returns a URL that reads the object. The URL is not signed if unsigned access is requested, or if there are no
+    credentials, because the bucket may be public. Raises ValueError for other URIs."""
     import time
     from urllib.parse import quote
 

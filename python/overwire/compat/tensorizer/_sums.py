@@ -31,7 +31,7 @@ def have_sums(records: Sequence[Record], tensors: Sequence[torch.Tensor]) -> lis
 
 
 def hashes_of(record: Record) -> list[TensorHash]:
-    """Returns the checksums of a record. Programs may replace `serialization.TensorHash` to compare others."""
+    """Returns the checksums of a record. Programs may replace `serialization.TensorHash` to compare other checksums."""
     from . import serialization
 
     hash_type: type[TensorHash] = vars(serialization)["TensorHash"]

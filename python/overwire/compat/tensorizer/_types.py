@@ -21,7 +21,7 @@ def refuse_text(file: Any, *needs: str, text: str) -> None:
 
 
 class TensorType(enum.IntEnum):
-    """The kind of a tensor."""
+    """Whether a tensor is a parameter, a buffer or an entry of a state dict."""
 
     PARAM = 0
     BUFFER = 1

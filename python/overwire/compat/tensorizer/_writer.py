@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 # known before the first tensor is written.
 _INDEX_BYTES = 256 * 1024
 _HEAD_BYTES = 73
-_ENTRY_BYTES = 33  # plus name, dtype and dims
+_ENTRY_BYTES = 33  # bytes of an entry without its name, dtype and dims
 _TAIL = bytes(8)
 
 # Maximum tensor bytes that are written together, and how many of them may be copies. Tensors are
@@ -78,7 +78,7 @@ class TensorSerializer:
         from . import stream_io
 
         self._file: Any = None
-        self._failed = False  # after a failure no file is written
+        self._failed = False  # whether a write has failed; no file is written then
         if limit_cpu_concurrency is not None:
             if not isinstance(limit_cpu_concurrency, int):
                 raise TypeError(
@@ -127,8 +127,8 @@ class TensorSerializer:
 
     def write_tensor(self, idx: int, name: str, tensor_type: TensorType, tensor: Any) -> None:
         """Writes one torch tensor or numpy array. After each call an open file is a complete .tensors file.
-        Raises ValueError for a name that exists and for an array in another byte order, TypeError for a
-        dtype that readers do not support."""
+        Raises ValueError for a name that exists and for an array in a foreign byte order, TypeError for a dtype that
+        readers do not support."""
         self._write([_Spec(idx, (name,), TensorType(tensor_type), tensor)])
 
     def write_module(
@@ -301,7 +301,7 @@ class TensorSerializer:
 
 
 def _all(file: Any, data: Any) -> None:
-    """Writes all data. A raw file may write less than requested, and no file more than 2 GiB per call."""
+    """Writes all data. A raw file may write less than requested, and no file writes more than 2 GiB per call."""
     view = memoryview(data)
     while len(view):
         n = file.write(view[: 1 << 30])

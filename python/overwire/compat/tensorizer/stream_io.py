@@ -100,7 +100,7 @@ def _certificates(path: str | os.PathLike[str]) -> bool:
 
 
 class _Stream(io.BufferedReader):
-    """A readable, seekable store object, which the engine reads. The base class of all streams."""
+    """The base class of all streams: a readable, seekable object in a store. The engine reads it."""
 
     #: A URI and storage_options that the engine opens instead, if the stream starts at the first byte.
     reach: tuple[str, dict[str, Any]] | None = None
@@ -153,7 +153,7 @@ class _Stream(io.BufferedReader):
     read1 = read
 
     def readinto(self, buffer: Any, /) -> int:
-        """Fills a buffer, or less of it at the end of the stream. Returns the number of bytes."""
+        """Fills a buffer, or only a part of it at the end of the stream. Returns the number of bytes."""
         n: int = self._timed(super().readinto, buffer)
         self.read_operations += 1
         self.bytes_read += n
@@ -343,8 +343,8 @@ def _s3_download_url(
     s3_region_name: str | None = None,
     s3_signature_version: str | None = None,
 ) -> str:
-    """Returns the URL of `s3_download`, which is a secret. Raises ValueError for a URI that is not s3://, OSError if it
-    cannot be signed."""
+    """Returns the URL that `s3_download` opens. The URL is a secret. Raises ValueError for a URI that is not s3://,
+    OSError if it cannot be signed."""
     return _s3.url_of(
         path_uri, _s3.direct_options(s3_access_key_id, s3_secret_access_key, s3_endpoint, s3_region_name)
     )
@@ -390,7 +390,7 @@ class _S3StreamFile(CURLStreamFile):
             raise OSError(f"Failed to open stream for {uri}: {error}") from error
         super().__init__(url, begin, end, buffer_size=buffer_size, certificate_handling=ca)
         trust = {} if ca is None else ca.options(url)
-        if self.reach is not None and not trust.keys() - {"cacert"}:  # s3:// lacks other options: use the URL
+        if self.reach is not None and not trust.keys() - {"cacert"}:  # s3:// supports only cacert; else use the URL
             self.reach = uri, options | trust
 
 
@@ -432,8 +432,8 @@ def open_stream(
     """Opens a path in any binary mode, http(s):// and redis:// for reading, and s3:// for
     reading ("rb") or writing ("wb", "wb+", "ab", "ab+").
 
-    Writes to s3:// go to a temporary file until the stream is closed; if an exception ends a
-    `with` block, nothing is written. Missing folders of a path to write are made.
+    Writes to s3:// go to a temporary file until the stream is closed. If an exception ends a `with` block, the object
+    is not written. Missing folders of a path to write are made.
     begin, end: as for CURLStreamFile; for a path, begin is the first offset. s3_*:
     credentials ("" for both: none), endpoint and region; `_s3.options_for` lists their other
     sources. s3_config_path: used instead of ~/.s3cfg. force_http: disables TLS for s3://.

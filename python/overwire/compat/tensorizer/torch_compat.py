@@ -33,13 +33,14 @@ _FileLike = str | os.PathLike[str] | IO[bytes]
 
 
 class _Scope:
-    """The arguments of one context: the file of the tensors, the function, and its arguments."""
+    """The arguments of one context: the file for the tensors, the function that saves or loads them, and its
+    arguments."""
 
     def __init__(self, file_obj: Any, function: Any, kwargs: dict[str, Any], suppress: bool = False) -> None:
         self.file_obj, self.function, self.kwargs, self.suppress = file_obj, function, kwargs, suppress
 
     def place(self, f: Any) -> Any:
-        """Returns the file for a .pt file's tensors; None: they are in the .pt file itself."""
+        """Returns the file for a .pt file's tensors, or None if they are in the .pt file itself."""
         if self.file_obj is not None:
             return self.file_obj(f) if callable(self.file_obj) else self.file_obj
         if isinstance(f, io.BytesIO):
@@ -134,7 +135,7 @@ class _TensorizerUnpickler(pickle.Unpickler):
             raise pickle.UnpicklingError(f"Unsupported TensorizerPickler data version ({pid[1]:d})")
         if pid[2] != "storage":
             raise pickle.UnpicklingError(f"Unsupported TensorizerPickler object type ({pid[2]})")
-        if self._tensors is None:  # only read the .tensors file when one of our ids needs it
+        if self._tensors is None:  # read the .tensors file only when one of our ids needs it
             if scope.function is not None:
                 self._tensors = list(scope.function(place, scope.kwargs))
             else:
@@ -231,7 +232,7 @@ def tensorizer_saving(
     kwargs: for the TensorSerializer.
 
     An io.BytesIO has no name: torch.save then writes the tensors to it as usual, and a warning is
-    logged. torch.save raises ValueError for another pickle_module.
+    logged. torch.save raises ValueError for any pickle_module other than the default.
     """
     return _save.on(_saving, _Scope(file_obj, save_func, kwargs))
 

@@ -47,7 +47,7 @@ def get_gpu_name() -> str:
 
 
 class GlobalGPUMemoryUsage(NamedTuple):
-    """Memory of one GPU in bytes, as used by all processes."""
+    """The memory of one GPU that all processes use, in bytes."""
 
     total: int
     free: int
@@ -68,7 +68,7 @@ class GlobalGPUMemoryUsage(NamedTuple):
 
 
 class TorchGPUMemoryUsage(NamedTuple):
-    """Memory of one GPU in bytes that torch has reserved and uses."""
+    """The memory of one GPU that torch has reserved, and the part that it uses, in bytes."""
 
     reserved: int
     reserved_max: int

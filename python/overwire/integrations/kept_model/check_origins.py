@@ -37,7 +37,7 @@ _WRAPPERS = (
 # Packages from which engines import functions. Their files may be in any folder, and their sizes and times are noted.
 _BUILT_ON = frozenset("einops filelock huggingface_hub numpy regex requests safetensors tqdm transformers".split())
 
-# Class attributes that do not affect what the code does.
+# Class attributes that do not change the behaviour of the code.
 _ABOUT = frozenset(
     "__annotations__ __doc__ __orig_bases__ __parameters__ __abstractmethods__ _abc_impl __dict__ __weakref__".split()
 )
@@ -192,7 +192,7 @@ class _CodeWalk:
         return file.startswith(self._python) and "-packages" not in file[len(self._python) :].partition(os.sep)[0]
 
     def _mark_seen(self, value: Any) -> bool:
-        # Marks a value as inspected. Returns False if it already was.
+        # Marks a value as inspected. Returns False if it already was inspected.
         if id(value) in self._seen:
             return False
         self._seen[id(value)] = value

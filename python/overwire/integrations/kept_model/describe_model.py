@@ -88,7 +88,7 @@ class Describer:
     def describe_modules(self) -> dict[str, dict[str, str]]:
         """Returns the description of each attribute of each module, by the module's path. Attributes of parameters
         have names like `weight.attribute`."""
-        with torch._C.DisableTorchFunctionSubclass():  # the engines' parameter classes are slow otherwise
+        with torch._C.DisableTorchFunctionSubclass():  # without this, the engines' parameter classes are slow
             return {path: self._describe_module(module) for path, module in self._model.named_modules()}
 
     def _describe_module(self, module: torch.nn.Module) -> dict[str, str]:
@@ -151,7 +151,8 @@ class Describer:
         return self._describe_object(value)
 
     def _describe_object(self, value: Any) -> str:
-        # Describes the contents of an object if its class is the engine's, and only the class of any other object.
+        # Describes the contents of an object if its class belongs to the engine. Of other objects, describes only the
+        # class.
         kind = _kind_of(value)
         if not kind.startswith(self._engine) or kind.startswith(self._opaque):
             return kind

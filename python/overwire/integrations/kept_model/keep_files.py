@@ -33,7 +33,7 @@ _BEGUN = ".begun-"
 # The names of overwire's files. Other files in the folder are never removed.
 _OURS = re.compile(r"[0-9a-f]{40}" + re.escape(_SUFFIX))
 
-# The longest time between a writer's last byte of a new file and its lock, in seconds.
+# The longest time in seconds from the creation of a new file until its writer locks it.
 _LATE = 60.0
 
 _GB = 10**9
@@ -41,12 +41,12 @@ _GB = 10**9
 # The parts of a complete record.
 _RECORD = {"tensors": dict, "names": dict, "modules": dict, "origins": str}
 
-# The bytes that are read, and then read again from the processor's cache.
+# The bytes of each read. The bytes are then read again, from the processor's cache.
 _BLOCK = 1 << 20
 
 
 class Refused(Exception):
-    """Says why a model is not stored, or not restored from a stored file."""
+    """A model is not stored, or not restored from a stored file. The message gives the reason."""
 
 
 class Damaged(Refused):
@@ -117,7 +117,7 @@ def find_file(folder: str, name: str) -> Kept | None:
         raise Damaged(f"{path} is damaged: {error}") from None
     except overwire.NotFoundError:
         return None  # another process has removed it
-    except (overwire.OverwireError, OSError) as error:  # does not remove the file, because it may be intact
+    except (overwire.OverwireError, OSError) as error:  # the file stays, because it may be intact
         raise Refused(f"{path} cannot be read: {error}") from None
     if record.get("refused"):
         raise Refused(str(record["refused"]))

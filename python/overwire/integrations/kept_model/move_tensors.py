@@ -56,8 +56,8 @@ def take_tensors(model: torch.nn.Module) -> tuple[dict[str, torch.Tensor], Rows,
     memory = Memory({})
     own: dict[str, torch.Tensor] = {}
     rows: Rows = {}
-    with torch._C.DisableTorchFunctionSubclass():  # the engines' parameter classes are slow otherwise
-        for name in sorted(every, key=lambda name: every[name].nbytes, reverse=True):  # large ones may contain others
+    with torch._C.DisableTorchFunctionSubclass():  # without this, the engines' parameter classes are slow
+        for name in sorted(every, key=lambda name: every[name].nbytes, reverse=True):  # those may contain others
             tensor = every[name]
             if (
                 tensor.device.type == "meta"
@@ -102,7 +102,7 @@ class Arriving:
         self._file: Any = None
         self._job: Any = None
         self._rest: list[Copy] = []
-        self._failure = keep_error()  # of the opening thread
+        self._failure = keep_error()  # an error of the opening thread
         self._opening = threading.Thread(target=self._open_file, name="overwire arriving", daemon=True)
         with after_error(self.close):
             start_thread(self._opening.start)
@@ -136,9 +136,9 @@ class Arriving:
             raise Refused(f"{self._path} contains {name}, but its record does not")
         target = _dense_order(tensor)
         if tuple(target.shape) != shape:
-            raise Refused(f"{name} has the shape {shape} in {self._path}, and another in its record")
+            raise Refused(f"{name} has the shape {shape} in {self._path}, but a different one in its record")
         if dtype not in copies.PACKED and torch_dtype(dtype) is not tensor.dtype:
-            raise Refused(f"{name} is {dtype} in {self._path}, and another dtype in its record")
+            raise Refused(f"{name} is {dtype} in {self._path}, but has a different dtype in its record")
         return copies.whole_copy(Stored(self._file, at, name, dtype, shape), target)
 
     def finish_loading(self) -> None:

@@ -258,7 +258,8 @@ class Early:
 
 
 class _Block(NamedTuple):
-    # Bytes of a storage: from `low` on, the first `width` bytes of every `period` bytes. period 0 means a single row.
+    # Bytes of a storage: from `low` on, the first `width` bytes of every `period` bytes. A period of 0 means a single
+    # row.
 
     low: int
     width: int
@@ -266,7 +267,7 @@ class _Block(NamedTuple):
     name: str
 
     def is_apart(self, other: _Block) -> bool:
-        # Returns whether two blocks certainly share no byte, although their ranges overlap.
+        # Returns whether two blocks with overlapping ranges certainly share no byte.
         if not self.period or self.period != other.period:
             return False
         distance = (other.low - self.low) % self.period

@@ -11,8 +11,8 @@ operations skip the recorder and cost nothing extra. Real tensors behave as usua
 report the device of the tensors that they represent.
 
 Noted copies are loaded while the loader still runs, as long as it only copies. If the loader must run again on real
-tensors, it first repeats the steps that it took on stand-ins. It thus overwrites all loaded data before it can
-read any.
+tensors, it first repeats the steps that it took on stand-ins. So it overwrites all loaded data before it can read any
+of it.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ EARLY = 64 << 20
 
 
 class Unplannable(Exception):
-    """The load cannot be planned, because the loader runs `operation` on the tensor `name`."""
+    """The model cannot be loaded by slices, because its loader runs `operation` on the tensor `name`."""
 
     def __init__(self, name: str, operation: str) -> None:
         super().__init__(f"{operation} needs the data of {name}")
@@ -72,7 +72,7 @@ class Unplannable(Exception):
 
 class _Stored(NamedTuple):
     # The tensor that a stand-in represents. dtype: the torch dtype of the stored tensor. device: the device that the
-    # stand-in reports. memory: a weak reference to the stand-in's storage. It tells whether a view is alive, and keeps
+    # stand-in reports. memory: a weak reference to the stand-in's storage. It shows whether a view is alive, and keeps
     # the identity of the storage unique.
 
     stored: Stored
@@ -96,7 +96,7 @@ class Recorder:
         self._size = 0  # bytes noted since `early` was last called
         self._destinations = Destinations()  # the destinations of the recorded copies
         self._entered = contextlib.ExitStack()
-        self._of: dict[int, _Stored] = {}  # keyed by the identity of a stand-in's storage
+        self._of: dict[int, _Stored] = {}  # keyed by the identity of the stand-in's storage
         self._living: list[_Stored] = []  # stand-ins that were alive at the last check, and newer ones
         self._offered = False
         #: Whether everything was recorded and the load of the remaining copies has begun.
@@ -356,7 +356,7 @@ def _property_that_answers(own: Any, answer: Callable[[torch.device], Any]) -> p
 def _intercept_operation(func: Any, *args: Any, **kwargs: Any) -> Any:
     # torch calls this for the operations of a recording thread.
     recorder: Recorder = _here.recorder
-    if func is _COPY and not kwargs:  # the common case
+    if func is _COPY and not kwargs:  # the most frequent case
         target, one = args[:2]
         if (of := recorder._stored_of(one)) is not None and recorder._stored_of(target) is None:
             return recorder._note_copy(target, one, of)

@@ -1,6 +1,6 @@
 """Loads a model by slices: records the copies of the model's own loader, then loads the copied bytes.
 
-Ranks that share the reading wait for each other after all have recorded their copies.
+Ranks that share the reading wait for each other once each has recorded its copies.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class SliceLoad:
         self._quiet = contextlib.ExitStack()  # pauses garbage collections while the loader runs
         self._sources: list[Opened] = []
         self._left: list[Opened] = []
-        self._group: Any = None  # the group, if its ranks will load together
-        self._postponed: list[Copy] = []  # copies for that load
+        self._group: Any = None  # the group, if its ranks will load together; else None
+        self._postponed: list[Copy] = []  # copies for the load of the group
 
     @property
     def device(self) -> torch.device:
@@ -196,8 +196,8 @@ def load_by_slices(load: Callable[[SliceLoad], None], most: int, log: Any) -> bo
     load: runs the engine's loader. It gets a SliceLoad and must enter its `replace_loader`. most: as for
     `load_copies`.
 
-    If the load cannot be planned, logs the reason. The caller must then load the whole model in another way, which also
-    raises the loader's own errors. Raises the errors of loading by the plan.
+    If the model cannot be loaded by slices, logs the reason. The caller must then load the whole model in a different
+    way, which also raises the loader's own errors. Raises the errors of loading the slices.
     """
 
     began = time.perf_counter()
@@ -238,7 +238,7 @@ def load_by_slices(load: Callable[[SliceLoad], None], most: int, log: Any) -> bo
                 raise recorder.failed from None
             if recorder.began and not isinstance(error, Unplannable):
                 raise
-            log.info("overwire: loads tensor by tensor, because slices cannot be planned: %s", error)
+            log.info("overwire: loads tensor by tensor, because the model cannot be loaded by slices: %s", error)
             return False
         finally:
             early.cancel()

@@ -1,8 +1,8 @@
-"""Loads new weights directly into the parameters of a running model, by a slice plan.
+"""Loads new weights directly into the parameters of a running model, by slices.
 
-One run on stand-ins shows where a model's own loader copies tensors. The result is cached for later updates. The plan
-is valid only if the parameters still contain exactly the bytes that the loader copied. The caller must use it only for
-such models.
+One run on stand-ins shows where a model's own loader copies tensors. The recorded copies are kept for later updates.
+They are valid only if the parameters still contain exactly the bytes that the loader copied. The caller must use this
+module only for models of which this is true.
 
 A delta is checked by digests of whole tensors. If a rank has only a slice of a tensor, it gathers the slices of all
 ranks in an extra tensor, checks and changes that, and copies its slice back. Each rank thus checks the whole tensor.
@@ -75,13 +75,14 @@ class Places:
         self._copies: list[Copy] = []
 
     def __reduce__(self) -> Any:
-        return type(None), ()  # a copy of the model creates its own
+        return type(None), ()  # a copy of the model does not copy this object; it creates its own later
 
     def load_whole(self, where: Any, storage_options: Mapping[str, Any] | None, log: Any) -> bool:
         """Loads all tensors of a file that the model uses.
 
-        If the load cannot be planned, logs the reason and returns False. At most small parameters have changed. Raises
-        `Incomplete` and the errors of loading. After an error, the parameters may have a mix of old and new values.
+        If the model cannot be loaded by slices, logs the reason and returns False. At most small parameters have
+        changed. Raises `Incomplete` and the errors of loading. After an error, the parameters may have a mix of old and
+        new values.
         """
         with contextlib.ExitStack() as files:
             source = open_source(files, where, self._device, {"storage_options": storage_options})
@@ -90,7 +91,7 @@ class Places:
             except Incomplete:
                 raise
             except Exception as error:
-                log.info("overwire: updates tensor by tensor, because slices cannot be planned: %s", error)
+                log.info("overwire: updates tensor by tensor, because the model cannot be loaded by slices: %s", error)
                 return False
             copies.load_copies(all_copies, self._most)
         return True
@@ -98,9 +99,10 @@ class Places:
     def apply_delta(self, where: Any, storage_options: Any) -> None:
         """Applies a delta to the parameters on all ranks of the group, or on none.
 
-        Raises on all ranks DeltaBaseError if the parameters are not the delta's base, ValueError if the load cannot be
-        planned, `Incomplete`, and the errors of `overwire.open_delta`. These leave all weights unchanged. If an error
-        of `overwire.apply_delta` occurs later, each whole tensor is either old or new, and the same on all ranks.
+        Raises on all ranks DeltaBaseError if the parameters are not the delta's base, ValueError if the model cannot be
+        loaded by slices, `Incomplete`, and the errors of `overwire.open_delta`. These leave all weights unchanged. If
+        an error of `overwire.apply_delta` occurs later, each whole tensor is either old or new, and the same on all
+        ranks.
         """
         ready: list[_Ready] = []
 
@@ -228,7 +230,7 @@ class Places:
         with recorder:
             self._load(iter_stand_ins(recorder, source))
             recorder.load_rest()
-        if recorder.impure is None:  # otherwise the loader must run for every update
+        if recorder.impure is None:  # it only copied, so it need not run for every update
             self._key, self._copies = key, [copy._replace(of=copy.of._replace(file=None)) for copy in copies]
         return copies
 

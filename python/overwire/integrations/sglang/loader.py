@@ -31,8 +31,8 @@ class OverwireModelLoader(DefaultModelLoader):  # type: ignore[misc, unused-igno
     """Loads plain and compressed safetensors through overwire.
 
     The model's `load_weights` first runs on stand-ins for the tensors, which shows where it copies each part. Then
-    exactly those bytes are loaded directly into the parameters. If the load cannot be planned, `load_weights` gets real
-    tensors in file order, on the GPU if torch uses one. The model owns these tensors.
+    exactly those bytes are loaded directly into the parameters. If the model cannot be loaded by slices, `load_weights`
+    gets real tensors in file order, on the GPU if torch uses one. The model owns these tensors.
 
     Raises ValueError for an invalid `model_loader_extra_config`.
     """
@@ -40,7 +40,7 @@ class OverwireModelLoader(DefaultModelLoader):  # type: ignore[misc, unused-igno
     def __init__(self, load_config: Any) -> None:
         self._options = check_options(load_config.model_loader_extra_config or {}, _KEYS)
         super().__init__(replace(load_config, load_format=LoadFormat.SAFETENSORS, model_loader_extra_config={}))
-        self._attempt: SliceLoad | None = None  # if set, it provides stand-ins instead of tensors
+        self._attempt: SliceLoad | None = None  # if set, the iterators yield its stand-ins instead of tensors
 
     def _get_all_weights(self, model_config: Any, model: torch.nn.Module) -> _Weights:
         return _Weights(model_config, functools.partial(self._yield_weights, model_config, model))
@@ -51,10 +51,9 @@ class OverwireModelLoader(DefaultModelLoader):  # type: ignore[misc, unused-igno
             self._attempt.load_recorded()
 
     def load_weights_and_postprocess(self, model: torch.nn.Module, weights: Any, target_device: Any) -> None:
-        """Runs SGLang's function, but loads all weights of a model by a plan if possible.
+        """Runs SGLang's function, but loads all weights of a model by slices if possible.
 
-        Other weights are loaded tensor by tensor, because an updater asks for the iterator of one source and
-        may skip names."""
+        An updater loads tensor by tensor, because it requests the iterator of one source and may skip names."""
         plan = isinstance(weights, _Weights) and self._options.get("plan", getattr(model, "quant_config", None) is None)
         if plan and not load_by_slices(
             functools.partial(self._load_by_slices, model, weights, target_device), self._options["max_memory"], log
@@ -96,7 +95,7 @@ class OverwireModelLoader(DefaultModelLoader):  # type: ignore[misc, unused-igno
             tensors = self._attempt.next_stand_ins()
         if tensors is not None:
             return self._select_weights(source, tensors)
-        # Only the model's first source has a model configuration.
+        # Among the model's sources, only the first has a model configuration.
         if source.allow_patterns_overrides is None and self._at_source(source.model_config, source.model_or_path):
             where = self._options["source"]
         else:

@@ -2,8 +2,8 @@
 
     engine.update_weights_from_tensor(message(push.info), load_format=LOADER)
 
-This call loads a push of a `Publisher` into the model, directly into its parameters if the load can be planned.
-Written for SGLang 0.5.23.
+This call loads a push of a `Publisher` into the model, directly into its parameters if the model can be loaded by
+slices. Written for SGLang 0.5.23.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def message(
 def load(model: torch.nn.Module, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Loads the push of a `message`. SGLang calls this function.
 
-    Raises ValueError for other tensors and DeltaBaseError for a delta of other weights. Both leave the model
-    unchanged. Also raises the errors of loading.
+    Raises ValueError if the push has other tensors than the model, and DeltaBaseError if a delta was made from other
+    weights. Both leave the model unchanged. Also raises the errors of loading.
     """
     pairs = list(named_tensors)
     if len(pairs) != 1 or pairs[0][0] != _NAME:

@@ -105,7 +105,7 @@ class CopierInterface(ABC):
 
     @classmethod
     def chunk_transient_multiplier(cls, paths: list[str]) -> int:
-        """Returns the number of device bytes that each byte of a chunk takes while it loads."""
+        """Returns the number of device bytes that each byte of a chunk needs while the chunk loads."""
         raise NotImplementedError(f"{cls.__name__} lacks chunk_transient_multiplier, which device_memory_budget needs")
 
     @classmethod
@@ -236,7 +236,7 @@ class EngineCopier(CopierInterface):
             self.metadata.src, device=where, framework="pt" if torch else "np", keys=self.names, read=self.read,
             dtype=self.dtype.value if torch and self.dtype is not DType.AUTO else None,
         )  # fmt: skip
-        # The buffer only stands for the tensors, which each have their own memory.
+        # The buffer only represents the tensors. Each tensor has its own memory.
         self._gbuf = self.framework.lease(cpp.gds_device_buffer(0, nbytes, is_cuda(self.device), self))
         return self._gbuf
 

@@ -12,8 +12,8 @@ from .registry import register_copier_constructor
 
 
 class GdsFileCopier(EngineCopier):
-    """Loads through overwire. Plain files are loaded to a GPU through GPUDirect Storage. If it is not available, or not
-    for a file, overwire logs a warning once and chooses another method. fallback_cache has no effect."""
+    """Loads through overwire. Plain files are loaded to a GPU through GPUDirect Storage. If that is not available, or
+    does not support a file, overwire logs one warning and chooses another method. fallback_cache has no effect."""
 
     def __init__(
         self,

@@ -18,7 +18,7 @@ _PINNED_BYTES = 256 << 20
 
 
 class ThreeFSFileCopier(CopierInterface):
-    """Reads a plain file's data by
+    """Reads a plain file's data with
     `reader.read_chunked(path=, dev_ptr=, file_offset=, total_length=, chunk_size=) -> bytes read`.
 
     dev_ptr is host memory. For a GPU it is a pinned buffer, which is copied to the GPU 256 MiB at a time. The reader

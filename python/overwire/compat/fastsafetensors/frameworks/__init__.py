@@ -1,4 +1,4 @@
-"""Defines the interface of fastsafetensors' classes to torch and paddle."""
+"""Defines the interface between fastsafetensors' classes and the frameworks torch and paddle."""
 
 from __future__ import annotations
 
