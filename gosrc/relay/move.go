@@ -17,6 +17,14 @@ import (
 	"github.com/overwire/overwire/gosrc/peers"
 )
 
+const (
+	// landingPause is how long Ready waits before it polls again.
+	landingPause = time.Millisecond
+	// lateAfter is how long waiting readers rely on movePieces, which usually begins a round every few microseconds. If
+	// movePieces woke the readers, it could not feed the GPU during that time.
+	lateAfter = 300 * time.Microsecond
+)
+
 // A mover moves the pieces of a relay.
 type mover struct {
 	lay    *layout
@@ -56,7 +64,7 @@ func (m *mover) movePieces(ctx context.Context) error {
 		runtime.LockOSThread() // most driver calls are made here, so other goroutines should not use this thread
 		defer runtime.UnlockOSThread()
 	}
-	var pace pacer
+	var pace peers.Pacer
 	for !m.prog.hasMovedAll() {
 		if ctx.Err() != nil {
 			return context.Cause(ctx)
@@ -68,7 +76,7 @@ func (m *mover) movePieces(ctx context.Context) error {
 				return err
 			}
 		}
-		pace.restUnless(worked)
+		pace.RestUnless(worked)
 	}
 	return nil
 }
@@ -122,12 +130,12 @@ func (m *mover) moveIfLate() bool {
 
 // askUntil polls ready until it returns true or ctx has ended. Meanwhile it moves pieces if movePieces is late.
 func (m *mover) askUntil(ctx context.Context, ready func() bool) error {
-	var pace pacer
+	var pace peers.Pacer
 	for !ready() {
 		if ctx.Err() != nil {
 			return context.Cause(ctx)
 		}
-		pace.restUnless(m.moveIfLate())
+		pace.RestUnless(m.moveIfLate())
 	}
 	return nil
 }
