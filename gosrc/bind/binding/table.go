@@ -192,7 +192,7 @@ func (v *Verb) afterPanics() *Verb { v.ends = true; return v }
 // Table returns the verbs.
 func Table() []*Verb {
 	return slices.Concat(modelVerbs(), relayVerbs(), jobVerbs(), fileVerbs(), programVerbs(), nameVerbs(),
-		tensorsVerbs(), deltaVerbs(), codecVerbs(), gpuVerbs(), digestVerbs(), feedVerbs())
+		tensorsVerbs(), deltaVerbs(), codecVerbs(), gpuVerbs(), digestVerbs(), feedVerbs(), gatherVerbs())
 }
 
 // verbs has the verbs of the table, and a verb that panics, with which tests check Guard. Python has no function
