@@ -181,10 +181,11 @@ func (g *Gather) CopyPart(ctx context.Context, p BlockParts, after uintptr) (boo
 	if ok, err := g.awaitCopies(ctx, p.Whole, func() (bool, error) { return r.isReleased(g.rank, last), nil }); !ok {
 		return false, err
 	}
-	b := &r.buffers[r.copyCount%len(r.buffers)]
+	b, previous := &r.buffers[r.copyCount%len(r.buffers)], &r.buffers[max(0, r.copyCount-1)%len(r.buffers)]
 	b.piece = p
 	for rank, s := range b.streams {
-		if err := g.gpu.MakeStreamWait(s, after); err != nil {
+		// Two copies would share the link, and the one that is needed first would be late.
+		if err := g.gpu.MakeStreamWait(s, after, previous.streams[rank]); err != nil {
 			return false, err
 		}
 		if rank == g.rank || p.Whole {

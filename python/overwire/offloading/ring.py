@@ -85,7 +85,7 @@ class Ring:
         self._slot_bytes = slot_bytes = max((block.nbytes for block in blocks), default=0)
         self._left: dict[int, Slot] = {}  # slots that have left the ring, by block
         on_host = [block.memory for block in blocks if not block.memory.is_on_device]
-        self._carrier = _carrier_for(device, on_host, group, max(2, count))
+        self._carrier = _carrier_for(device, on_host, group, max(3, count))
         #: Bytes of device memory that the ring takes.
         self.nbytes: int = count * slot_bytes + self._carrier.nbytes
         self._slots = [self._make_slot() for _ in range(count)]
@@ -328,8 +328,10 @@ class _GPUCarrier:
         memory = block.memory
         self._raise_failed()
         with torch.cuda.device(self._device):
+            while self._is_coming(slot):
+                self._decode_oldest()
             if self._group is not None and isinstance(memory, SharedMemory):
-                while len(self._coming) == self._buffers or self._is_coming(slot):
+                if len(self._coming) == self._buffers:
                     self._decode_oldest()
                 self._group.fetch_part(memory, self._decoding.cuda_stream)
                 self._coming.append((memory, block, slot))
