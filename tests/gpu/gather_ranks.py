@@ -1,5 +1,5 @@
-"""Runs the ranks of tests/gpu/test_gpu_gather.py as forks of one process. The command line names a folder, the number of
-ranks, and the case: "mapped", "host" (GPUs do not map each other's memory) or "killed" (rank 1 dies)."""
+"""Runs the ranks of tests/gpu/test_gpu_gather.py as forks of one process. The command line names a folder, the number
+of ranks, and the case: "mapped", "host" (GPUs do not map each other's memory) or "killed" (rank 1 dies)."""
 
 from __future__ import annotations
 

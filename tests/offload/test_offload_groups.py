@@ -82,7 +82,8 @@ def test_blocks_arrive_in_buffers(
     room = 150_000 if where == "auto" else None
     with ow.offload(model, "cpu", slots=slots, group=group, where=where, room=room) as offloaded:
         assert (offloaded.stored_on_device > 0) == (where == "auto")
-        for order in (range(5), range(5), *([dice.randrange(5) for _ in range(dice.randrange(1, 7))] for _ in range(8))):
+        orders = [[dice.randrange(5) for _ in range(dice.randrange(1, 7))] for _ in range(8)]
+        for order in (range(5), range(5), *orders):
             model.order = reference.order = list(order)
             assert torch.equal(outputs(model), outputs(reference))
     assert all(map(torch.equal, model.parameters(), reference.parameters()))
