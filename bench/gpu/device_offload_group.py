@@ -3,16 +3,16 @@ the parts.
 
     PYTHONPATH=python python bench/gpu/device_offload_group.py [--ranks 2] [--layers 8] [--repeat 7] [--limit 95]
 
-Each rank runs the same Llama-shaped model (0.49 GB of bf16 a layer) in a process of its own, with forwards of 8 tokens
-and of 16 x 4096 tokens. The modes are resident, group (compressed parts), local (each rank copies all compressed bytes
-over its own link, without a group), plain (the same exchange with uncompressed parts) and host (a group whose GPUs do
-not map each other's memory). Before a mode is timed, its outputs are compared with the resident model's, byte for
-byte. All ranks begin each pass together. A line has the median pass of the slowest rank, and GB/s of weights on each
-GPU.
+Each rank runs the same Llama-shaped model (0.49 GB of bf16 a layer) in a process of its own, with forwards of 8
+tokens and of 16 x 4096 tokens. The modes are resident, group (compressed parts), local (each rank copies all
+compressed bytes over its own link, without a group), plain (the same exchange with uncompressed parts) and host (a
+group whose GPUs do not map each other's memory). Before a mode is timed, its outputs are compared with the resident
+model's, byte for byte. All ranks begin each pass together. A line has the median pass of the slowest rank, and GB/s
+of weights on each GPU.
 
-Each step has a time limit. After an error of a mode the next one runs. A rank that hangs prints its stacks and ends, and
-`--limit` ends all ranks. The exit status is 0 if all modes ran and all outputs were equal. `--device cpu --width 256`
-tries the program without GPUs.
+Each step has a time limit. After an error of a mode the next one runs. A rank that hangs prints its stacks and ends,
+and `--limit` ends all ranks. The exit status is 0 if all modes ran and all outputs were equal. `--device cpu --width
+256` tries the program without GPUs.
 """
 
 from __future__ import annotations

@@ -106,8 +106,8 @@ func TestTogether(t *testing.T) {
 	over(t, all)
 }
 
-// Processes that meet at a step see each other's values, also if one comes late. If a process has failed, closed or does
-// not come, the others notice.
+// Processes that meet at a step see each other's values, also if one comes late. If a process has failed or closed, or
+// does not come, the others notice.
 func TestMeet(t *testing.T) {
 	all := together(t, 3)
 	type seen struct {
@@ -146,7 +146,8 @@ func TestMeet(t *testing.T) {
 	all = together(t, 2)
 	ended := make(chan error)
 	go func() { ended <- all[1].End(t.Context(), true) }()
-	if _, err := all[0].Board.MeetAt(t.Context(), 1, 1); err == nil || !strings.Contains(err.Error(), "rank 1 of this host has closed") {
+	_, err := all[0].Board.MeetAt(t.Context(), 1, 1)
+	if err == nil || !strings.Contains(err.Error(), "rank 1 of this host has closed") {
 		t.Error(err)
 	}
 	over(t, all[:1])
