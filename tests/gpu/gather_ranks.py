@@ -106,7 +106,6 @@ def run_rank(folder: Path, rank: int, ranks: int, case: str) -> None:
     else:
         assert case != "killed"
     one.compare()
-    dist.barrier() if case != "killed" else None
     for memory, kept in zip(one.memories, one.stored, strict=True):  # all parts are there, also those of a dead rank
         decoded = torch.empty(kept.nbytes, dtype=torch.uint8)
         ow.offloading.stored.decode_on_host(kept, range(2), decoded)

@@ -80,15 +80,14 @@ def same(group: Any, rank: int, ranks: int) -> None:
     options: list[dict[str, Any]] = [{}, {"slots": 1}, {"slots": 3, "keep": 80_000}, {"where": "auto", "room": 100_000}]
     for one in options:
         with ow.offload(model, "cpu", group=group, **one) as offloaded:
-            for order in ([0, 1, 2, 3, 4], [0, 1, 2, 3, 4], [4, 0, 2, 2, 1], [3], [1, 3, 0], [0, 1, 2, 3, 4]):
-                assert torch.equal(run(model, order), run(plain, order)), (one, order)
             every: list[Any] = [None] * ranks
             dist.all_gather_object(every, offloaded.stored, group=group)
             if not one:
                 assert sum(every) == stored and max(every) < stored / ranks + 5 * 4096, (every, stored)
             assert offloaded.blocks == every_name(one), offloaded.blocks
-            dist.barrier(group)  # all have finished before one closes
-        model.assert_whole()
+            for order in ([0, 1, 2, 3, 4], [0, 1, 2, 3, 4], [4, 0, 2, 2, 1], [3], [1, 3, 0], [0, 1, 2, 3, 4]):
+                assert torch.equal(run(model, order), run(plain, order)), (one, order)
+        model.assert_whole()  # a rank may close before another one has finished the last pass
 
 
 def every_name(options: dict[str, Any]) -> list[str]:
@@ -165,7 +164,6 @@ def escapes(group: Any, rank: int, ranks: int) -> None:
         for _ in range(3):
             assert torch.equal(run(model), run(plain))
             assert torch.equal(model.layers[1].kept, plain.layers[1].kept)
-        dist.barrier(group)
     assert all(map(torch.equal, model.parameters(), plain.parameters()))
 
 
