@@ -208,14 +208,16 @@ def rank_main(options: argparse.Namespace, rank: int) -> int:
     begin()
     if bench.cuda and (link := bench.measure_link()) and rank == 0:
         say(f"pinned copies of all ranks at the same time: {link:.1f} GB/s a GPU, so at most {bench.ranks * link:.0f} plain")
-    for mode in options.modes.split(","):
-        if bench.largest(time.time() - BEGAN) > options.limit - 15:
-            say(f"{mode}: left out, because the time is almost over")
-            break
-        bench.run_mode(mode)
-    begin()
-    if rank == 0:
-        bench.print_aims()
+    try:
+        for mode in options.modes.split(","):
+            if bench.largest(time.time() - BEGAN) > options.limit - 15:
+                say(f"{mode}: left out, because the time is almost over")
+                break
+            bench.run_mode(mode)
+    finally:
+        begin()
+        if rank == 0:
+            bench.print_aims()
     return int(bool(bench.wrong) or bench.rates.keys() != {(m, s) for m in options.modes.split(",") for s in bench.inputs})
 
 
