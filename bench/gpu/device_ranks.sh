@@ -3,8 +3,8 @@
 # are right over NCCL, then how fast they are. Needs overwire, torch with NCCL and
 # pytest in PYTHON.
 #
-#   bench/gpu/device_ranks.sh                     everything, 4 minutes at most
-#   bench/gpu/device_ranks.sh bench               some steps: tests example bench
+#   bench/gpu/device_ranks.sh                     everything, 6 minutes at most
+#   bench/gpu/device_ranks.sh bench               some steps: tests example bench offload
 #   OUT=folder DIR=/dev/shm SIZE=8GB RANKS=2 PYTHON=python3 bench/gpu/device_ranks.sh
 set -u
 cd "$(dirname "$0")/../.."
@@ -21,7 +21,7 @@ if [ "$RANKS" -lt 2 ]; then
     exit 1
 fi
 
-for name in ${*:-tests example bench}; do
+for name in ${*:-tests example bench offload}; do
     case $name in
     tests) step tests 75 "$PYTHON" -m pytest -q -x -p no:cacheprovider -o addopts= tests/groups/test_distributed.py -k "gpu or nccl" ;;
     example) step example 45 "$PYTHON" -m pytest -q -p no:cacheprovider -o addopts= tests/peers/test_fastsafetensors.py -k "nccl" ;;
@@ -30,6 +30,7 @@ for name in ${*:-tests example bench}; do
         step bench 200 "$PYTHON" -m overwire bench --ranks "$RANKS" --size "$SIZE" --dir "$work"
         rm -r "$work"
         ;;
+    offload) step offload 110 "$PYTHON" bench/gpu/device_offload_group.py --ranks "$RANKS" ;;
     *) echo "unknown step: $name" && failed="$failed $name" ;;
     esac
 done

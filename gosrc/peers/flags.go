@@ -31,6 +31,10 @@ type processFlags struct {
 	trouble   atomic.Uint64 // 1: has failed
 	ended     atomic.Uint64 // 1: no longer uses memory of the others
 	alive     atomic.Uint64 // heartbeat
+
+	// announcements has the values of MeetAt for an even and an odd step, with the step in the upper half. A process
+	// cannot be two steps ahead of another one.
+	announcements [2]atomic.Uint64
 }
 
 // A Board has the flags of all processes in shared memory and watches the other processes.
@@ -218,6 +222,42 @@ func (b *Board) EndMapTurn() {
 	own := b.lines[b.rank]
 	own.joined.Store(2)
 	ringBell(&own.bell)
+}
+
+// MeetAt announces a value for a step, and returns the values that all processes have announced for it. Steps count
+// from 1. If ctx ends before that, it returns fewer values, and the call may be repeated. It returns an error if
+// another process has failed, is gone, or has ended before this step.
+func (b *Board) MeetAt(ctx context.Context, step, value uint32) ([]uint32, error) {
+	own := b.lines[b.rank]
+	own.announcements[step%2].Store(uint64(step)<<32 | uint64(value))
+	ringBell(&own.bell)
+	var values []uint32
+	for _, l := range b.lines {
+		var word uint64
+		err := l.awaitReady(ctx, func() bool {
+			word = l.announcements[step%2].Load()
+			return word>>32 == uint64(step)
+		}, b.CheckPresent)
+		if err != nil && err == context.Cause(ctx) {
+			return values, nil
+		}
+		if err != nil {
+			return nil, err
+		}
+		values = append(values, uint32(word))
+	}
+	return values, nil
+}
+
+// CheckPresent is like CheckOthers, and also returns an error if another process has ended. The error of a process that
+// has failed or is gone comes first, because others end after it.
+func (b *Board) CheckPresent() error {
+	for rank, l := range b.lines {
+		if rank != b.rank && l.ended.Load() != 0 {
+			return cmp.Or(b.checkAll(), errs.New(errs.ErrIO, "rank %d of this host has closed", rank))
+		}
+	}
+	return b.CheckOthers()
 }
 
 // awaitReady waits until ready returns true, ctx ends, or check returns an error. The process rings its bell

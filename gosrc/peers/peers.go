@@ -9,7 +9,8 @@
 // so a process that dies leaves no files.
 //
 // The methods are safe for concurrent use, with these exceptions: New, Join, End and Close must not run in parallel
-// with another method. MapMemoryOf for the same process, and CheckOthers, may only have one caller at a time.
+// with another method. MapMemoryOf for the same process may only have one caller at a time, and so may CheckOthers,
+// CheckPresent and MeetAt together.
 package peers
 
 import (
@@ -115,7 +116,8 @@ func (p *Peers) makeOffer(n int64) (err error) {
 // Offer returns this process's offer to the others.
 func (p *Peers) Offer() Offer { return p.mine }
 
-// Memory returns the address of a process's memory in this process. The memory of other processes must not be written.
+// Memory returns the address of a process's memory in this process. GPU memory of other processes must not be
+// written, and host memory only where its owner does not write.
 func (p *Peers) Memory(rank int) unsafe.Pointer { return atomic.LoadPointer(&p.at[rank]) }
 
 // Join connects this process with the processes that made these offers. From then on, each sees what the others
@@ -158,6 +160,22 @@ func (p *Peers) MapMemoryOf(rank int) (err error) {
 	}
 	atomic.StorePointer(&p.at[rank], at)
 	return nil
+}
+
+// MapOthers maps the memory of all other processes when it is this process's turn. It returns when all processes have
+// joined. See MapMemoryOf.
+func (p *Peers) MapOthers(ctx context.Context) error {
+	if err := p.Board.AwaitMapTurn(ctx); err != nil {
+		return err
+	}
+	rank, ranks := p.mine.Rank, p.Board.ranks
+	for n := range ranks - 1 {
+		if err := p.MapMemoryOf((rank + 1 + n) % ranks); err != nil {
+			return err
+		}
+	}
+	p.Board.EndMapTurn()
+	return p.Board.AwaitJoined(ctx) // a process that needs nothing must also stay until the others have joined
 }
 
 // End announces that this process no longer uses the memory of the others, and waits until they have announced the same

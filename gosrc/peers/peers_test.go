@@ -9,6 +9,7 @@ import (
 	"os"
 	"os/exec"
 	"runtime"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -103,6 +104,57 @@ func TestTogether(t *testing.T) {
 		t.Errorf("%d pieces are taken, want 1", n)
 	}
 	over(t, all)
+}
+
+// Processes that meet at a step see each other's values, also if one comes late. If a process has failed or closed, or
+// does not come, the others notice.
+func TestMeet(t *testing.T) {
+	all := together(t, 3)
+	type seen struct {
+		values []uint32
+		err    error
+	}
+	for step := uint32(1); step <= 5; step++ {
+		soon, cancel := context.WithTimeout(t.Context(), 30*time.Millisecond)
+		if values, err := all[0].Board.MeetAt(soon, step, 10+step); len(values) != 1 || err != nil {
+			t.Errorf("step %d: before the others, rank 0 sees %v, %v", step, values, err)
+		}
+		cancel()
+		met := make(chan seen)
+		for rank, p := range all {
+			go func() {
+				values, err := p.Board.MeetAt(t.Context(), step, uint32(10*(rank+1))+step)
+				met <- seen{values, err}
+			}()
+		}
+		for range all {
+			want := []uint32{10 + step, 20 + step, 30 + step}
+			if one := <-met; one.err != nil || !slices.Equal(one.values, want) {
+				t.Errorf("step %d: %v, %v, want %v", step, one.values, one.err, want)
+			}
+		}
+	}
+	if err := all[1].End(t.Context(), false); err == nil {
+		t.Error("the others have ended too early")
+	}
+	if _, err := all[0].Board.MeetAt(t.Context(), 6, 1); !errors.Is(err, ErrOther) {
+		t.Error(err)
+	}
+	over(t, []*Peers{all[0], all[2]})
+	all[1].Close()
+
+	all = together(t, 2)
+	ended := make(chan error)
+	go func() { ended <- all[1].End(t.Context(), true) }()
+	_, err := all[0].Board.MeetAt(t.Context(), 1, 1)
+	if err == nil || !strings.Contains(err.Error(), "rank 1 of this host has closed") {
+		t.Error(err)
+	}
+	over(t, all[:1])
+	if err := <-ended; err != nil {
+		t.Error(err)
+	}
+	all[1].Close()
 }
 
 // A waiting process is woken by the event, not only by its next poll.

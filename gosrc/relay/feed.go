@@ -14,6 +14,7 @@ import (
 	"github.com/overwire/overwire/gosrc/device/cuda/queue"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
+	"github.com/overwire/overwire/gosrc/peers"
 )
 
 // mostGroups is the maximum number of groups of slots in flight to the GPU. Slots that readers fill in the meantime
@@ -133,9 +134,9 @@ func (q *feedQueue) submitSlots(all []submission) {
 
 // Drain submits the waiting slots and waits until all slots have finished.
 func (q *feedQueue) Drain(ctx context.Context) error {
-	var pace pacer
+	var pace peers.Pacer
 	for q.waiting.Load() > 0 || q.CountFlying() > 0 {
-		pace.restUnless(q.submitAndFinish())
+		pace.RestUnless(q.submitAndFinish())
 	}
 	return q.Queue.Drain(ctx)
 }

@@ -12,13 +12,18 @@ import (
 	"sync/atomic"
 	"time"
 
-	"golang.org/x/sys/unix"
-
-	"github.com/overwire/overwire/gosrc/device/cuda/queue"
 	"github.com/overwire/overwire/gosrc/device/cuda/stream"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 	"github.com/overwire/overwire/gosrc/job"
 	"github.com/overwire/overwire/gosrc/peers"
+)
+
+const (
+	// landingPause is how long Ready waits before it polls again.
+	landingPause = time.Millisecond
+	// lateAfter is how long waiting readers rely on movePieces, which usually begins a round every few microseconds. If
+	// movePieces woke the readers, it could not feed the GPU during that time.
+	lateAfter = 300 * time.Microsecond
 )
 
 // A mover takes this rank's share and the other ranks' shares of each piece, and has them decoded. movePieces drives
@@ -61,7 +66,7 @@ func (m *mover) movePieces(ctx context.Context) error {
 		runtime.LockOSThread() // most driver calls are made here, so other goroutines should not use this thread
 		defer runtime.UnlockOSThread()
 	}
-	var pace pacer
+	var pace peers.Pacer
 	for !m.prog.hasMovedAll() {
 		if ctx.Err() != nil {
 			return context.Cause(ctx)
@@ -73,7 +78,7 @@ func (m *mover) movePieces(ctx context.Context) error {
 				return err
 			}
 		}
-		pace.restUnless(worked)
+		pace.RestUnless(worked)
 	}
 	return nil
 }
@@ -127,12 +132,12 @@ func (m *mover) moveIfLate() bool {
 
 // askUntil polls ready until it returns true or ctx has ended. Meanwhile it moves pieces if movePieces is late.
 func (m *mover) askUntil(ctx context.Context, ready func() bool) error {
-	var pace pacer
+	var pace peers.Pacer
 	for !ready() {
 		if ctx.Err() != nil {
 			return context.Cause(ctx)
 		}
-		pace.restUnless(m.moveIfLate())
+		pace.RestUnless(m.moveIfLate())
 	}
 	return nil
 }
@@ -244,40 +249,4 @@ func (m *mover) pullShare(piece, from int) error {
 	to, at := m.lay.ringOf(piece, from).addressOf(piece), m.lay.ownersRing(from).addressOf(piece)
 	m.counts.pulled.Add(part.used)
 	return t.gpu.Copy(stream.Order{Stream: t.streams[from]}, uint64(uintptr(to)), uint64(uintptr(at)), part.used, false)
-}
-
-// A pacer rests between two polls for events of readers, the device and other ranks, which occur every few
-// microseconds. In a virtual machine, a sleeping goroutine wakes up a few hundred microseconds late, and waking it
-// costs the waker as much. If movePieces woke the readers, it could not feed the GPU during that time. The longer there
-// is no work, the longer a pacer rests. The zero value is ready to use.
-type pacer struct{ idle time.Time } // when the work ran out, or zero while there is work
-
-const (
-	// spinTime is how long a pacer spins without work before it sleeps.
-	spinTime = 200 * time.Microsecond
-	// longestRest is the maximum sleep between two polls.
-	longestRest = time.Millisecond
-	// landingPause is how long Ready waits before it polls again.
-	landingPause = time.Millisecond
-	// lateAfter is how long waiting readers rely on movePieces, which usually begins a round every few microseconds.
-	lateAfter = 300 * time.Microsecond
-)
-
-// restUnless is called after each poll. worked means that there was work.
-func (p *pacer) restUnless(worked bool) {
-	if worked {
-		p.idle = time.Time{}
-		return
-	}
-	now := time.Now()
-	if p.idle.IsZero() {
-		p.idle = now
-	}
-	idle := now.Sub(p.idle)
-	if idle < spinTime {
-		queue.PauseBriefly()
-		return
-	}
-	nap := unix.NsecToTimespec(min(idle/8, longestRest).Nanoseconds())
-	_ = unix.ClockNanosleep(unix.CLOCK_MONOTONIC, 0, &nap, nil) // time.Sleep may be a millisecond late
 }

@@ -205,9 +205,7 @@ func (r *Relay) runJob(ctx context.Context, j *job.Job) error {
 		}
 	}()
 	if r.lay.transport != nil {
-		r.move.begin(ctx, func(ctx context.Context) error {
-			return r.lay.transport.mapOthers(ctx, r.lay.spec.Rank, r.lay.spec.Ranks)
-		})
+		r.move.begin(ctx, r.lay.transport.mapOthers)
 	}
 	var files []source.File
 	var st pipeline.Stages

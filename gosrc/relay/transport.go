@@ -71,23 +71,14 @@ func (t *transport) join(offers []peers.Offer) error {
 	return err
 }
 
-// mapOthers maps the other ranks' memory when they are connected and it is this rank's turn. It returns when all ranks
-// have joined.
-func (t *transport) mapOthers(ctx context.Context, rank, ranks int) error {
-	if err := awaitChannel(ctx, t.joined); err != nil {
-		return err
+// mapOthers maps the other ranks' memory when the ranks are connected. It returns when all ranks have joined.
+func (t *transport) mapOthers(ctx context.Context) error {
+	err := awaitChannel(ctx, t.joined)
+	if err == nil {
+		err = t.MapOthers(ctx)
+		t.unmapped.Store(errors.Is(err, errs.ErrNotSupported))
 	}
-	if err := t.Board.AwaitMapTurn(ctx); err != nil {
-		return err
-	}
-	for n := range ranks - 1 {
-		if err := t.MapMemoryOf((rank + 1 + n) % ranks); err != nil {
-			t.unmapped.Store(errors.Is(err, errs.ErrNotSupported))
-			return err
-		}
-	}
-	t.Board.EndMapTurn()
-	return t.Board.AwaitJoined(ctx) // a relay without pieces must also stay until the others have joined
+	return err
 }
 
 // end waits for the pulls in flight and for the other ranks to finish theirs. After ctx has ended, it waits only

@@ -534,3 +534,43 @@ def feed_close(feed: int) -> None:
     """Make all sources of a feed read only from their stores. On return, none of them uses the memory of
     a piece."""
     core().call("feed_close", "", pack("=1q", feed))
+
+
+def gather_new(device: int, rank: int, ranks: int, nbytes: int) -> int:
+    """Make a rank's part of a group that holds stored blocks together. A device of -1 is the host.
+    `nbytes` bounds the stored bytes of all blocks."""
+    return _number(core().call("gather_new", "", pack("=4q", device, rank, ranks, nbytes)))
+
+
+def gather_offer(gather: int, buffers: int, nbytes: int) -> _requests.PeersOffer:
+    """Return the offer of the store, or make this rank's buffers and return their offer."""
+    return loads(core().call("gather_offer", "", pack("=3q", gather, buffers, nbytes))[0])
+
+
+def gather_join(request: list[_requests.PeersOffer], gather: int, buffers: int, ms: int) -> int:
+    """Connect this rank's store or buffers to those of the others, with their offers in rank order.
+    Return the address of the store."""
+    return _number(core().call("gather_join", _encode_request(request), pack("=3q", gather, buffers, ms)))
+
+
+def gather_meet(gather: int, block: int, ms: int) -> Result:
+    """Announce a block and return the blocks that all ranks announce, or those of the first ranks after
+    `ms`."""
+    return core().call("gather_meet", "", pack("=3q", gather, block, ms))
+
+
+def gather_copy(gather: int, offset: int, nbytes: int, part: int, whole: int, after: int, ms: int) -> int:
+    """Queue the copy of this rank's part of a block, or of all parts, after the work on a stream. Return
+    1, or 0 if no buffer is free after `ms`."""
+    return _number(core().call("gather_copy", "", pack("=7q", gather, offset, nbytes, part, whole, after, ms)))
+
+
+def gather_take(gather: int, stream: int, ms: int) -> int:
+    """Make a stream wait for all parts of the oldest block that is copied. Return the address of its
+    bytes, or 0 after `ms`."""
+    return _number(core().call("gather_take", "", pack("=3q", gather, stream, ms)))
+
+
+def gather_end(gather: int, failed: int) -> None:
+    """Free the buffers, or tell the other ranks that this one has failed."""
+    core().call("gather_end", "", pack("=2q", gather, failed))

@@ -110,7 +110,7 @@ class Device:
         self.decoded: list[int] = []  # addresses of decoded streams
         cpu = torch.device("cpu")
         monkeypatch.setattr(Stream, "device", self, raising=False)
-        monkeypatch.setattr(rings, "_carrier_for", lambda device, nbytes: rings._GPUCarrier(cpu, nbytes))
+        monkeypatch.setattr(rings, "_carrier_for", lambda device, *more: rings._GPUCarrier(cpu, *more))
         monkeypatch.setattr(torch.cuda, "Stream", Stream)
         monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self.computing())

@@ -13,6 +13,7 @@ import (
 	"github.com/overwire/overwire/gosrc/device/cuda/stream"
 	"github.com/overwire/overwire/gosrc/device/pinned"
 	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/gather"
 	"github.com/overwire/overwire/gosrc/hoststore"
 	"github.com/overwire/overwire/gosrc/internal/regular"
 	"github.com/overwire/overwire/gosrc/job"
@@ -23,8 +24,8 @@ import (
 )
 
 // handles maps numbers to the objects that Python holds: *load.Model, *entry (a job), *stream.Batch, *delta.File,
-// *tensorizer.Opened and *fed.Feed. A number is never reused, so a stale handle gives an error and never refers to
-// another object.
+// *tensorizer.Opened, *fed.Feed and *gather.Gather. A number is never reused, so a stale handle gives an error and never
+// refers to another object.
 var (
 	handles    sync.Map
 	lastHandle atomic.Uint64
@@ -56,6 +57,8 @@ func get[T any](h uint64) (T, error) {
 		kind = "open .tensors file"
 	case *fed.Feed:
 		kind = "feed"
+	case *gather.Gather:
+		kind = "gather"
 	}
 	return v, errs.New(errs.ErrArgument, "handle %d is not an existing %s: it was closed or never opened", h, kind)
 }
@@ -109,6 +112,8 @@ func quiesceEngine(_ none, n []int64) (q quiesced, err error) {
 			q.Held = append(q.Held, "a delta")
 		case *tensorizer.Opened:
 			q.Held = append(q.Held, "a .tensors file")
+		case *gather.Gather:
+			q.Held = append(q.Held, "a model that a group has offloaded")
 		}
 	}
 	slices.Sort(q.Held)

@@ -194,7 +194,7 @@ func (v *Verb) afterPanics() *Verb { v.ends = true; return v }
 // Table returns the verbs.
 func Table() []*Verb {
 	return slices.Concat(modelVerbs(), relayVerbs(), jobVerbs(), fileVerbs(), programVerbs(), nameVerbs(),
-		tensorsVerbs(), deltaVerbs(), codecVerbs(), gpuVerbs(), digestVerbs(), feedVerbs())
+		tensorsVerbs(), deltaVerbs(), codecVerbs(), gpuVerbs(), digestVerbs(), feedVerbs(), gatherVerbs())
 }
 
 // verbs contains the verbs of the table, and a verb that panics, which tests use to check Guard. Python has no function

@@ -91,7 +91,8 @@ var mayImport = map[string][]string{
 	"dlpack":   {"tensor", "device", "errs"},
 
 	// Processes of one host that share memory.
-	"peers": {"device", "device/cuda", "errs", "internal/..."},
+	"peers":  {"device", "device/cuda", "device/cuda/queue", "errs", "internal/..."},
+	"gather": {"device/cuda", "device/cuda/stream", "peers", "errs"},
 
 	// The commands.
 	"stored":    {"codec", "format", "format/overwire", "source", "source/open", "tensor", "errs", "internal/..."},
@@ -146,7 +147,7 @@ var mayImport = map[string][]string{
 	// The Python binding.
 	"bind/api": {"bind/binding", "dlpack"},
 	"bind/binding": {"tensorizer", "hoststore", "format", "load", "stored", "save", "convert", "verify", "delta", "nvcomp", "cli", "bench",
-		"preload", "sleep", "source", "source/cache", "source/fed", "source/open", "fetch", "codec/...", "device/...", "peers", "relay",
+		"preload", "sleep", "source", "source/cache", "source/fed", "source/open", "fetch", "codec/...", "device/...", "peers", "relay", "gather",
 		"dlpack", "job",
 		"knob",
 		"tensor", "errs", "internal/..."},

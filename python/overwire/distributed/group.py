@@ -129,6 +129,15 @@ class Members:
             raise IOFailure("overwire: group: the process group has been destroyed")
         return group
 
+    @property
+    def timeout_seconds(self) -> float:
+        """The group's timeout in seconds."""
+        import torch
+
+        backend = self.group._get_backend(torch.device(self._flags_device()))
+        limit = getattr(getattr(backend, "options", None), "_timeout", self._dist.distributed_c10d.default_pg_timeout)
+        return float(limit.total_seconds())
+
     def sending_device(self, device: str) -> str:
         """Returns the device from which tensors are sent: `device`, or "cpu" if the group has no backend for it.
         Returns "" if host memory cannot be sent."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -71,6 +71,32 @@ def find_blocks(model: torch.nn.Module, blocks: Iterable[Any] | None, prefix: st
         Block(prefix + names[module], module, list(weights_of(module, prefix + names[module], owners)))
         for module in modules
     ]
+
+
+def find_models(model: Any) -> dict[str, torch.nn.Module]:
+    """Returns the models of a diffusers pipeline by name, or a module under the name "". Raises ArgumentError."""
+    if isinstance(model, torch.nn.Module):
+        return {"": model}
+    components = getattr(model, "components", None)
+    models: dict[str, torch.nn.Module] = {}
+    for name, part in components.items() if isinstance(components, Mapping) else ():
+        if isinstance(part, torch.nn.Module) and part not in models.values():
+            models[name] = part
+    if not models:
+        raise ArgumentError(
+            f"overwire: offload: expected a torch.nn.Module or a diffusers pipeline, got {type(model).__name__}"
+        )
+    return models
+
+
+def blocks_of(model: torch.nn.Module, blocks: Iterable[Any] | None, name: str, optional: bool) -> list[Block]:
+    """Returns the blocks of a model of a pipeline; see `find_blocks`. optional: whether it may have none."""
+    try:
+        return find_blocks(model, blocks, f"{name}." if name else "")
+    except ArgumentError:
+        if optional:  # a model of a pipeline stays on the device if it has no lists of modules
+            return []
+        raise
 
 
 def weights_of(module: torch.nn.Module, prefix: str, owners: dict[int, int]) -> Iterator[Weight]:

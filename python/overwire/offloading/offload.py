@@ -21,12 +21,14 @@ from ..progress import spell_count
 if TYPE_CHECKING:
     import torch
 
+    from ..distributed.group import Members
     from ..model.options import DeviceLike
     from ..model.sourcelike import SourceLike
     from .away import Record
     from .binding import Binding
     from .blocks import Block, Weight
     from .ring import Ring, Slot
+    from .sharing import BlockGroup
     from .source import Source
     from .stored import StoredBlock
     from .tiers import Tiers
@@ -51,7 +53,7 @@ class Offloaded:
 
     def __init__(self, device: torch.device, inference: bool) -> None:
         # inference: whether the tensors were created in inference mode. They stay inference tensors.
-        #: Bytes of the streamed weights, and bytes of host memory that they take compressed.
+        #: Bytes of the streamed weights, and bytes of host memory that this process's compressed weights take.
         self.nbytes: int = 0
         self.stored: int = 0
         #: Bytes of device memory that the compressed weights take, with where="device" or "auto".
@@ -68,6 +70,7 @@ class Offloaded:
         self._moved: list[tuple[torch.Tensor, torch.device]] = []
         self._hooks: list[Any] = []
         self._ring: Ring | None = None
+        self._group: BlockGroup | None = None
         self._closed = False
 
     def close(self) -> None:
@@ -85,8 +88,13 @@ class Offloaded:
         if (ring := self._ring) is not None:  # this reference keeps the ring alive until all weights are restored
             ring.close()
         self._ring = None
+        if self._group is not None:
+            self._group.close_ring()
         with torch.inference_mode(self._inference), torch.no_grad():
             self._put_back()
+        if self._group is not None:
+            self._group.close_all()
+        self._group = None
         for hook in self._hooks:
             hook.remove()
         self._hooks, self.blocks, self._closed = [], [], True
@@ -101,7 +109,7 @@ class Offloaded:
         import torch
 
         from .away import bring, is_away
-        from .stored import copy_to_host
+        from .stored import SharedMemory, copy_to_host
 
         while self._away:
             one = self._away[-1]
@@ -112,6 +120,8 @@ class Offloaded:
                         parameter.data = _copy_to(parameter.data, device)
                 self._away.pop()
                 continue
+            if isinstance(one.stored.memory, SharedMemory):  # it is page-locked in parts, which no copy may span
+                one.stored = copy_to_host(one.stored)
             values = None
             with contextlib.suppress(OutOfMemoryError):  # the device may be full of compressed blocks
                 values = _decode_block(one, self._device)
@@ -140,18 +150,24 @@ class Offloaded:
         source: Source | None = None,
         where: Literal["host", "device", "auto"] = "host",
         room: int = 0,
+        members: Members | None = None,
     ) -> None:
         # Starts to stream blocks, except for `keep` bytes of them, and moves all other tensors to the device.
         from .tiers import Tiers
 
         staying = set(_verbs.kept_blocks(keep, array("q", (block.nbytes for block in blocks)).tobytes()))
         away = [block for at, block in enumerate(blocks) if at not in staying]
+        if members is not None:
+            from .sharing import BlockGroup
+
+            alike = {"where": where, "room": room, "slots": slots, "max_memory": limit}
+            self._group = BlockGroup(members, self._device, [block for block in away if block.weights], alike)
         going = {id(weight.parameter) for block in away for weight in block.weights}
         rest = [tensor for tensor in tensors if id(tensor) not in going]
         self._move_rest(rest)
         if source is not None:
             source.load_tensors(rest)
-        tiers = Tiers(self._device, away, slots, where, room)
+        tiers = Tiers(self._device, away, slots, where, room, self._group)
         self._encode_blocks(blocks, staying, limit, _values_of if source is None else source.read_block, tiers)
         self._run_by(slots)
 
@@ -169,16 +185,19 @@ class Offloaded:
             if at in staying or not block.weights:
                 self.kept += block.nbytes
                 continue
-            stored = tiers.compress_block(block, fill)
+            def store_block(block: Block = block) -> StoredBlock:
+                result = tiers.compress_block(block, fill)
+                total = self.stored + result.bytes_on_host()
+                if limit and total > limit:
+                    text = f"the stored weights take more than max_memory, {limit} bytes of host memory"
+                    raise OutOfMemoryError(f"overwire: offload: {text}", asked=total)
+                return result
+
+            # With a group, each block is on all ranks before its weights are sent away.
+            stored = store_block() if self._group is None else self._group.agree_on(block.name, store_block)
+            self.stored += stored.bytes_on_host()
             if stored.memory.is_on_device:
                 self.stored_on_device += stored.memory.nbytes
-            else:
-                self.stored += stored.memory.nbytes
-            if limit and self.stored > limit:
-                raise OutOfMemoryError(
-                    f"overwire: offload: the stored weights take more than max_memory, {limit} bytes of host memory",
-                    asked=self.stored,
-                )
             self.nbytes += block.nbytes
             records = [record_of(weight.parameter, weight.name, self._device) for weight in block.weights]
             self._away.append(_Away(block, stored, records))
@@ -200,7 +219,7 @@ class Offloaded:
 
         if not self._away:
             return
-        self._ring = Ring([one.stored for one in self._away], self._device, slots, self._vacate_block)
+        self._ring = Ring([one.stored for one in self._away], self._device, slots, self._vacate_block, self._group)
         self.ring = self._ring.nbytes
         for at, one in enumerate(self._away):
             before, after = self._hooks_of(at)
@@ -357,6 +376,7 @@ def offload(
     blocks: Iterable[torch.nn.Module | str] | None = None,
     max_memory: int | str | None = None,
     slots: int = 2,
+    group: Any = None,
 ) -> Offloaded:
     """Runs a model on a device that is too small for its weights. They stay compressed in pinned host memory or in
     device memory, and the weights of each block are loaded while the previous block runs.
@@ -381,6 +401,9 @@ def offload(
     slots: the number of blocks that are on the device at a time. At least 2 are needed to overlap copies and
         decoding with computation. The ring takes `slots` times the largest block, and twice the stored bytes of the
         largest block on the host.
+    group: a torch.distributed process group of one host, with a GPU per rank and the same model on all ranks, which all
+        call `offload`. Each rank stores, pins and copies only its part of each block, and gets the other parts from the
+        other GPUs. The ranks must run the same blocks in the same order, each in one thread.
 
     Only inference is supported. Outputs equal those of the resident model, bit for bit. Parameters stay the same
     objects, with their names, dtypes, shapes and ties. Values from a source are cast to the parameters' dtypes. While a
@@ -401,18 +424,47 @@ def offload(
     ModelMismatchError for a source that lacks weights, OutOfMemoryError for max_memory, room, host and device, and
     the errors of `load_file`. A forward with gradients, or during the capture of a CUDA graph, raises
     NotSupportedError.
+
+    With a group, errors of this call are raised on all ranks, also ArgumentError if their models or arguments differ.
+    After it they only share memory, and `close` is not collective. If a rank runs another block than the others, is
+    gone, or does not come within the group's timeout, the others raise ArgumentError or IOFailure, which names the
+    block. `close` then still restores the weights of each rank that lives.
     """
+    arguments = model, device, keep, where, room, source, blocks, max_memory, slots
+    if group is None:
+        return _offload_model(*arguments)
+    from ..distributed.group import group_verb
+
+    with group_verb(group, device) as members:
+        return _offload_model(*arguments, members)
+
+
+def _offload_model(
+    model: Any,
+    device: DeviceLike,
+    keep: int | str | None,
+    where: Literal["host", "device", "auto"],
+    room: int | str | None,
+    source: SourceLike | None,
+    blocks: Iterable[torch.nn.Module | str] | None,
+    max_memory: int | str | None,
+    slots: int,
+    members: Members | None = None,
+) -> Offloaded:
     frame = frame_for("torch")  # raises an error that tells how to install torch
     import torch
 
     from ..frameworks.torch import _errors_of
     from .away import is_away
+    from .blocks import blocks_of, find_models
 
     budget, limit = parse_size(keep, "keep"), parse_size(max_memory, "max_memory")
     device_room = _check_tier(where, room)
+    if members is not None and where == "device":
+        raise ArgumentError("overwire: offload: where='device' leaves nothing for a group to share: omit group=")
     if not isinstance(slots, int) or slots < 1:
         raise ArgumentError(f"overwire: offload: slots {slots!r}: expected 1 or more")
-    models = _models_of(model)
+    models = find_models(model)
     if any(is_away(parameter) for part in models.values() for parameter in part.parameters()):
         raise ArgumentError("overwire: offload: the model is already offloaded: call Offloaded.close() first")
     if len(models) != 1 and (source is not None or blocks is not None):
@@ -440,9 +492,9 @@ def offload(
         if weights is not None:
             weights.give_memory()
         parts = models.items()
-        every = [block for name, part in parts for block in _blocks_of(part, blocks, name, len(models) > 1)]
+        every = [block for name, part in parts for block in blocks_of(part, blocks, name, len(models) > 1)]
         whole = [t for part in models.values() for t in [*part.parameters(), *part.buffers()]]
-        handle._begin_streaming(every, whole, budget, slots, limit, weights, where, device_room)
+        handle._begin_streaming(every, whole, budget, slots, limit, weights, where, device_room, members)
     return handle
 
 
@@ -460,10 +512,12 @@ def stream_blocks(
     """
     import torch
 
+    from .blocks import find_blocks
+
     inference = any(tensor.is_inference() for tensor in model.parameters())
     offloaded = Offloaded(device, inference)
     with tell_error(offloaded._close_after), torch.inference_mode(inference), torch.no_grad():
-        offloaded._begin_streaming(_blocks_of(model, blocks, "", False), list(moved), keep, 2)
+        offloaded._begin_streaming(find_blocks(model, blocks), list(moved), keep, 2)
     return offloaded
 
 
@@ -477,34 +531,6 @@ def _check_tier(where: object, room: object) -> int:
 
 def _values_of(weights: list[Weight]) -> list[torch.Tensor]:
     return [weight.parameter.detach() for weight in weights]
-
-
-def _models_of(model: Any) -> dict[str, torch.nn.Module]:
-    import torch
-
-    if isinstance(model, torch.nn.Module):
-        return {"": model}
-    components = getattr(model, "components", None)
-    models: dict[str, torch.nn.Module] = {}
-    for name, part in components.items() if isinstance(components, Mapping) else ():
-        if isinstance(part, torch.nn.Module) and part not in models.values():
-            models[name] = part
-    if not models:
-        raise ArgumentError(
-            f"overwire: offload: expected a torch.nn.Module or a diffusers pipeline, got {type(model).__name__}"
-        )
-    return models
-
-
-def _blocks_of(model: torch.nn.Module, blocks: Iterable[Any] | None, name: str, optional: bool) -> list[Block]:
-    from .blocks import find_blocks
-
-    try:
-        return find_blocks(model, blocks, f"{name}." if name else "")
-    except ArgumentError:
-        if optional:  # a model of a pipeline stays on the device if it has no lists of modules
-            return []
-        raise
 
 
 def _copy_once(tensor: torch.Tensor, device: torch.device, copies: dict[tuple[Any, ...], torch.Tensor]) -> torch.Tensor:

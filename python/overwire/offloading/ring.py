@@ -19,7 +19,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -27,7 +27,10 @@ from .. import gpu
 from .._locks import new_lock
 from ..errors import NotSupportedError
 from ..frameworks.torch import _errors_of
-from .stored import CHUNK, StoredBlock, StoredMemory, decode_on_host
+from .stored import CHUNK, SharedMemory, StoredBlock, StoredMemory, decode_on_host
+
+if TYPE_CHECKING:
+    from .sharing import BlockGroup
 
 
 class Hold(NamedTuple):
@@ -57,6 +60,8 @@ class Ring:
 
     vacate: called with the number of a block after its last run. It must remove the weights from the slot, or return
     False if they have to stay there.
+
+    group: the ranks that hold the blocks together, which all make a ring. A block that is loaded is announced to them.
     """
 
     def __init__(
@@ -65,6 +70,7 @@ class Ring:
         device: torch.device,
         count: int,
         vacate: Callable[[int], bool] | None = None,
+        group: BlockGroup | None = None,
     ) -> None:
         self._blocks = blocks
         self._device = device
@@ -78,8 +84,8 @@ class Ring:
         self._count = count = min(count, len(blocks))
         self._slot_bytes = slot_bytes = max((block.nbytes for block in blocks), default=0)
         self._left: dict[int, Slot] = {}  # slots that have left the ring, by block
-        staging_bytes = max((block.memory.nbytes for block in blocks if not block.memory.is_on_device), default=0)
-        self._carrier = _carrier_for(device, staging_bytes)
+        on_host = [block.memory for block in blocks if not block.memory.is_on_device]
+        self._carrier = _carrier_for(device, on_host, group, max(3, count))
         #: Bytes of device memory that the ring takes.
         self.nbytes: int = count * slot_bytes + self._carrier.nbytes
         self._slots = [self._make_slot() for _ in range(count)]
@@ -250,8 +256,10 @@ def _has_ended(frame: FrameType) -> bool:
     return True
 
 
-def _carrier_for(device: torch.device, staging_bytes: int) -> _HostCarrier | _GPUCarrier:
-    return _GPUCarrier(device, staging_bytes) if device.type == "cuda" else _HostCarrier()
+def _carrier_for(
+    device: torch.device, stored: Sequence[StoredMemory], group: BlockGroup | None, buffers: int
+) -> _HostCarrier | _GPUCarrier:
+    return _GPUCarrier(device, stored, group, buffers) if device.type == "cuda" else _HostCarrier(group)
 
 
 class _HostCarrier:
@@ -260,7 +268,12 @@ class _HostCarrier:
     ahead = False
     nbytes = 0
 
+    def __init__(self, group: BlockGroup | None = None) -> None:
+        self._group = group
+
     def fetch(self, block: StoredBlock, slot: Slot) -> None:
+        if self._group is not None and isinstance(block.memory, SharedMemory):
+            self._group.fetch_part(block.memory)
         decode_on_host(block, range(len(block.places)), slot.memory)
 
     def stream(self) -> Any:
@@ -286,46 +299,75 @@ class _HostCarrier:
 
 
 class _GPUCarrier:
-    """Copies and decodes blocks on two streams of a GPU, concurrently with the computation."""
+    """Copies and decodes blocks on two streams of a GPU, concurrently with the computation.
+
+    A block that a group holds together is copied to a buffer of the group, and decoded when it is needed or its slot
+    or buffer is needed. So the host waits for copies only after it has queued the work of the block before."""
 
     ahead = True
 
-    def __init__(self, device: torch.device, staging_bytes: int) -> None:
+    def __init__(
+        self, device: torch.device, stored: Sequence[StoredMemory], group: BlockGroup | None, buffers: int
+    ) -> None:
+        self._device, self._group, self._buffers = device, group, buffers
+        self._coming: deque[tuple[SharedMemory, StoredBlock, Slot]] = deque()  # blocks that the group copies
+        memories = [memory for memory in stored if isinstance(memory, SharedMemory)]
+        staging_bytes = max((memory.nbytes for memory in stored), default=0)
         self.nbytes = 2 * staging_bytes
-        self._device = device
-        with _errors_of(str(device), self.nbytes):
+        if group is not None and memories:
+            self.nbytes, staging_bytes = group.open_ring(staging_bytes, buffers, memories), 0
+        with _errors_of(str(device), 2 * staging_bytes):
             self._copying, self._decoding = (torch.cuda.Stream(device) for _ in range(2))  # type: ignore[no-untyped-call]
             self._staging = [torch.empty(staging_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
         self._decoded: list[Any] = [None, None]  # for each staging buffer, an event after which it is free
         self._turn = 0
-        self._tasks: dict[tuple[int, int, int], bytes] = {}  # decoding tasks, by block, staging buffer and slot
+        self._tasks: dict[tuple[int, int, int], bytes] = {}  # decoding tasks, by block, source and slot
         self._batches: deque[gpu.Batch] = deque()  # batches that may still be running
 
     def fetch(self, block: StoredBlock, slot: Slot) -> None:
         memory = block.memory
         self._raise_failed()
         with torch.cuda.device(self._device):
-            turn = -1 if memory.is_on_device else self._copy_up(memory)
-            for event in slot.readers:
-                self._decoding.wait_event(event)
-            slot.readers, slot.streams = [], set()
-            key = (memory.address, turn, slot.memory.data_ptr())
-            tasks = self._tasks.get(key)
-            if tasks is None:
-                source = memory.address
-                if memory.is_on_device:
-                    memory.tensor.record_stream(self._decoding)
-                else:
-                    source = self._staging[turn].data_ptr()
-                tasks = self._tasks[key] = gpu.pack_streams(
-                    (source + offset, length, slot.memory.data_ptr() + place.offset, place.nbytes, CHUNK)
-                    for place, (offset, length) in zip(block.places, block.streams, strict=True)
-                    if place.nbytes
-                )
-            self._batches.append(gpu.decode(self._device.index, self._decoding.cuda_stream, tasks, "X16"))
-            slot.ready = self._decoding.record_event()
-            if not memory.is_on_device:
+            while self._is_coming(slot):
+                self._decode_oldest()
+            if self._group is not None and isinstance(memory, SharedMemory):
+                if len(self._coming) == self._buffers:
+                    self._decode_oldest()
+                self._group.fetch_part(memory, self._decoding.cuda_stream)
+                self._coming.append((memory, block, slot))
+            elif memory.is_on_device:
+                memory.tensor.record_stream(self._decoding)
+                self._decode_block(block, slot, memory.address)
+            else:
+                turn = self._copy_up(memory)
+                self._decode_block(block, slot, self._staging[turn].data_ptr())
                 self._decoded[turn] = slot.ready
+
+    def _is_coming(self, slot: Slot) -> bool:
+        return any(one is slot for _, _, one in self._coming)
+
+    def _decode_oldest(self) -> None:
+        assert self._group is not None
+        memory, block, slot = self._coming[0]
+        source = self._group.take_block(memory, self._decoding.cuda_stream)
+        self._coming.popleft()
+        self._decode_block(block, slot, source)
+
+    def _decode_block(self, block: StoredBlock, slot: Slot, source: int) -> None:
+        # source: the address of the stored bytes on the device.
+        for event in slot.readers:
+            self._decoding.wait_event(event)
+        slot.readers, slot.streams = [], set()
+        key = (block.memory.address, source, slot.memory.data_ptr())
+        tasks = self._tasks.get(key)
+        if tasks is None:
+            tasks = self._tasks[key] = gpu.pack_streams(
+                (source + offset, length, slot.memory.data_ptr() + place.offset, place.nbytes, CHUNK)
+                for place, (offset, length) in zip(block.places, block.streams, strict=True)
+                if place.nbytes
+            )
+        self._batches.append(gpu.decode(self._device.index, self._decoding.cuda_stream, tasks, "X16"))
+        slot.ready = self._decoding.record_event()
 
     def _copy_up(self, memory: StoredMemory) -> int:
         # Copies stored bytes into the next staging buffer, and returns its number.
@@ -348,6 +390,9 @@ class _GPUCarrier:
         return torch.cuda.current_stream(self._device)
 
     def await_ready(self, slot: Slot) -> None:
+        while self._is_coming(slot):
+            with torch.cuda.device(self._device):
+                self._decode_oldest()
         self.stream().wait_event(slot.ready)
 
     def mark_read(self, slot: Slot, stream: Any) -> None:

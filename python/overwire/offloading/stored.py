@@ -7,11 +7,12 @@ bytes are copied to the host. Otherwise the CPU encodes them.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
 import os
 from array import array
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -54,20 +55,24 @@ class StoredBlock(NamedTuple):
     nbytes: int
     digests: bytes
 
+    def bytes_on_host(self) -> int:
+        """Returns the bytes of host memory that this process stores."""
+        return 0 if self.memory.is_on_device else self.memory.part[1] - self.memory.part[0]
+
     def is_in(self, memory: torch.Tensor) -> bool:
         """Returns whether a slot's memory contains the bytes of all tensors. Waits for torch's current stream."""
         rows = [(memory.data_ptr() + one.offset, one.nbytes) for one in self.places]
-        return _digest_rows(rows, memory) == self.digests
+        return digest_rows(rows, memory.device) == self.digests
 
 
 class HostMemory:
-    """Host memory for stored bytes, page-locked if `device` is a GPU. It is freed with its last reference."""
+    """Host memory for stored bytes, page-locked if `device` is a GPU. It is freed with its last reference.
+
+    part: the range of bytes that this process stores."""
 
     is_on_device = False
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
-        self.nbytes = nbytes
-        self._pinned_by = 0  # the id of the process that has page-locked it
         try:
             self._map = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError as error:
@@ -76,21 +81,36 @@ class HostMemory:
             ) from error
         with contextlib.suppress(OSError):  # the kernel may not support huge pages
             self._map.madvise(mmap.MADV_HUGEPAGE)
-        self.tensor: torch.Tensor = torch.frombuffer(self._map, dtype=torch.uint8)
-        self.address: int = self.tensor.data_ptr()
-        if device.type == "cuda" and nbytes:
-            self.tensor.zero_()  # allocates the pages on all cores, which is faster than in the driver
-            with torch.cuda.device(device):
-                status = int(torch.cuda.cudart().cudaHostRegister(self.address, nbytes, 0))  # type: ignore[no-untyped-call]
-            if status:
-                raise DeviceError(
-                    f"overwire: offload: cannot page-lock {nbytes} bytes of host memory: CUDA error {status}"
-                )
-            self._pinned_by = os.getpid()
+        self._use_tensor(torch.frombuffer(self._map, dtype=torch.uint8), nbytes, (0, nbytes), device)
+
+    def _use_tensor(self, tensor: torch.Tensor, nbytes: int, part: tuple[int, int], device: torch.device) -> None:
+        self.tensor, self.nbytes, self.part = tensor, nbytes, part
+        self.address: int = tensor.data_ptr()
+        self._pins: list[int] = []  # addresses that are page-locked
+        self._pinned_by = os.getpid()
+        if device.type == "cuda":
+            self.tensor[slice(*part)].zero_()  # allocates the pages on all cores, which is faster than in the driver
+            self.pin_range(part, device)
+
+    def pin_range(self, part: tuple[int, int], device: torch.device) -> None:
+        """Page-locks a range. Raises DeviceError."""
+        at, nbytes = self.address + part[0], part[1] - part[0]
+        if not nbytes:
+            return
+        with torch.cuda.device(device):
+            status = int(torch.cuda.cudart().cudaHostRegister(at, nbytes, 0))  # type: ignore[no-untyped-call]
+        if status:
+            raise DeviceError(f"overwire: offload: cannot page-lock {nbytes} bytes of host memory: CUDA error {status}")
+        self._pins.append(at)
+
+    def unpin_all(self) -> None:
+        """Undoes `pin_range`."""
+        while self._pins and self._pinned_by == os.getpid():
+            torch.cuda.cudart().cudaHostUnregister(self._pins.pop())  # type: ignore[no-untyped-call]
 
     def __del__(self) -> None:
-        if getattr(self, "_pinned_by", 0) == os.getpid():
-            torch.cuda.cudart().cudaHostUnregister(self.address)  # type: ignore[no-untyped-call]
+        if hasattr(self, "_pinned_by"):
+            self.unpin_all()
 
 
 class DeviceMemory:
@@ -101,7 +121,26 @@ class DeviceMemory:
     def __init__(self, nbytes: int, device: torch.device) -> None:
         with _errors_of(str(device), nbytes):
             self.tensor = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        self.nbytes, self.address = nbytes, self.tensor.data_ptr()
+        self.nbytes, self.address, self.part = nbytes, self.tensor.data_ptr(), (0, nbytes)
+
+
+class SharedMemory(HostMemory):
+    """A block's stored bytes in memory of the host that the ranks of a group share. This rank writes and page-locks
+    only its part. Rank r has `share` bytes from r times `share` on.
+
+    place: the offset in all shared memory. number: the block's number in the group. digests: the digests of the block's
+    streams. owner: owns the memory.
+    """
+
+    def __init__(self, base: int, place: int, nbytes: int, ranks: tuple[int, int], device: torch.device) -> None:
+        """base: the address of all shared memory. ranks: this rank, and how many there are."""
+        self.place, self.digests = place, b""
+        self.number, self.owner = 0, object()
+        self.share = -(-nbytes // ranks[1] // mmap.PAGESIZE) * mmap.PAGESIZE  # page-locked memory has whole pages
+        low = min(ranks[0] * self.share, nbytes)
+        octets = (ctypes.c_uint8 * nbytes).from_address(base + place)
+        part = low, min(low + self.share, nbytes)
+        self._use_tensor(torch.frombuffer(octets, dtype=torch.uint8), nbytes, part, device)
 
 
 StoredMemory = HostMemory | DeviceMemory
@@ -131,10 +170,33 @@ def encode_block(tensors: list[torch.Tensor], device: torch.device, allocate: _A
         if on_gpu:
             with _errors_of(str(device), nbytes):
                 rows = [row.to(device) for row in rows]
-        digests = _digest_rows([(row.data_ptr(), row.numel()) for row in rows], rows[0]) if rows else b""
-        encode = _encode_on_gpu if on_gpu else _encode_on_host
-        allocate = allocate or (lambda nbytes: HostMemory(nbytes, device))
-        return StoredBlock(places, *encode(tensors, rows, device, allocate), nbytes, digests)
+        digests = digest_rows([(row.data_ptr(), row.numel()) for row in rows], device)
+        codes, _keep = (_encode_on_gpu if on_gpu else _encode_on_host)(tensors, rows, device)
+        streams, end = _place_streams([length for _, length in codes])
+        memory = allocate(end) if allocate is not None else HostMemory(end, device)
+        _fill_memory(memory, streams, codes, device)
+        return StoredBlock(places, streams, memory, nbytes, digests)
+
+
+def _fill_memory(
+    memory: StoredMemory, streams: list[tuple[int, int]], codes: list[tuple[int, int]], device: torch.device
+) -> None:
+    # Copies the part of the streams that `memory` stores. codes: the address and length of each stream.
+    stream = gpu.current_stream(device.index) if device.type == "cuda" else 0
+    start, end = memory.part
+    for (offset, length), (at, _) in zip(streams, codes, strict=True):
+        low, high = max(offset, start), min(offset + length, end)
+        if low >= high:
+            continue
+        to, source, nbytes = memory.address + low, at + low - offset, high - low
+        if device.type == "cuda":
+            gpu.copy(to, source, nbytes, device=device.index, stream=stream, wait=False)
+        else:
+            ctypes.memmove(to, source, nbytes)
+    if device.type == "cuda":
+        gpu.stream_sync(stream, device.index)
+    if isinstance(memory, SharedMemory):
+        memory.digests = digest_rows(codes, device)
 
 
 def copy_to_host(block: StoredBlock) -> StoredBlock:
@@ -144,11 +206,13 @@ def copy_to_host(block: StoredBlock) -> StoredBlock:
     return block._replace(memory=memory)
 
 
-def _digest_rows(rows: list[tuple[int, int]], memory: torch.Tensor) -> bytes:
-    # Returns the digests of byte ranges on the device of `memory`. rows: addresses and lengths.
-    number = memory.device.index if memory.is_cuda else -1
+def digest_rows(rows: list[tuple[int, int]], device: torch.device) -> bytes:
+    """Returns the digests of byte ranges on a device. rows: addresses and lengths."""
+    if not rows:
+        return b""
+    number = device.index if device.type == "cuda" else -1
     numbers = array("q", [address for address, _ in rows] + [nbytes for _, nbytes in rows])
-    stream = gpu.current_stream(number) if memory.is_cuda else 0
+    stream = gpu.current_stream(number) if device.type == "cuda" else 0
     job = Job(_verbs.digest(number, stream, len(rows), numbers.tobytes()), "digest")
     with after_error(job.abandon):
         return bytes(job.result()[1])
@@ -177,26 +241,24 @@ def decode_on_host(block: StoredBlock, numbers: Iterable[int], memory: torch.Ten
 
 
 def _encode_on_host(
-    tensors: list[torch.Tensor], rows: list[torch.Tensor], device: torch.device, allocate: _Allocate
-) -> tuple[list[tuple[int, int]], StoredMemory]:
+    tensors: list[torch.Tensor], rows: list[torch.Tensor], device: torch.device
+) -> tuple[list[tuple[int, int]], Any]:
+    # Returns the address and length of each tensor's stream, and an object that owns them.
     texts = [
         codecs.encode(
             codecs.Span(row.data_ptr(), row.numel(), row), "X16", chunk_size=CHUNK, dtype=SAVED.get(tensor.dtype)
         )
         for tensor, row in zip(tensors, rows, strict=True)
     ]
-    streams, end = _place_streams([text.nbytes for text in texts])
-    memory = allocate(end)
-    for (offset, length), text in zip(streams, texts, strict=True):
-        memory.tensor[offset : offset + length] = torch.frombuffer(text, dtype=torch.uint8)
-    return streams, memory
+    owners = [torch.frombuffer(text, dtype=torch.uint8) for text in texts]
+    return [(owner.data_ptr(), owner.numel()) for owner in owners], owners
 
 
 def _encode_on_gpu(
-    tensors: list[torch.Tensor], rows: list[torch.Tensor], device: torch.device, allocate: _Allocate
-) -> tuple[list[tuple[int, int]], StoredMemory]:
+    tensors: list[torch.Tensor], rows: list[torch.Tensor], device: torch.device
+) -> tuple[list[tuple[int, int]], Any]:
     number, stream = device.index, gpu.current_stream(device.index)
-    spaces, end = _place_streams(codecs.max_size([row.numel() for row in rows], "X16", chunk_size=CHUNK))
+    spaces, end = _place_streams(max_sizes([row.numel() for row in rows]))
     with _errors_of(str(device), end):
         space = torch.empty(end, dtype=torch.uint8, device=device)
     contents = [
@@ -208,13 +270,13 @@ def _encode_on_gpu(
         if isinstance(length, BaseException):
             raise length
         lengths.append(int(length or 0))
-    streams, end = _place_streams(lengths)
-    memory = allocate(end)
-    for (offset, length), (at, _) in zip(streams, spaces, strict=True):
-        if length:
-            gpu.copy(memory.address + offset, space.data_ptr() + at, length, device=number, stream=stream, wait=False)
-    gpu.stream_sync(stream, number)
-    return streams, memory
+    return [(space.data_ptr() + at, length) for (at, _), length in zip(spaces, lengths, strict=True)], space
+
+
+def max_sizes(sizes: list[int]) -> list[int]:
+    """Returns the largest lengths of the streams of tensors of these bytes."""
+    longest: list[int] = codecs.max_size(sizes, "X16", chunk_size=CHUNK)
+    return longest
 
 
 def _place_streams(lengths: list[int]) -> tuple[list[tuple[int, int]], int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from traceback import clear_frames
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -14,16 +15,31 @@ from ..jobs import log
 from .blocks import Block, Weight
 from .stored import DeviceMemory, HostMemory, StoredBlock, encode_block
 
+if TYPE_CHECKING:
+    from .sharing import BlockGroup
+
 
 class Tiers:
     """Compresses blocks in order, each into its tier. blocks: all of them. slots, where, room: see `offload`;
-    a room of 0 was not given. Make it when the rest of the model is on the device."""
+    a room of 0 was not given. group: the ranks that share host memory. Make it when the rest of the model is on the
+    device; with a group, on all ranks."""
 
-    def __init__(self, device: torch.device, blocks: Sequence[Block], slots: int, where: str, room: int) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        blocks: Sequence[Block],
+        slots: int,
+        where: str,
+        room: int,
+        group: BlockGroup | None = None,
+    ) -> None:
         self._device, self._where, self._limit = device, where, room
         self._room = room or sys.maxsize  # bytes of device memory that are left for blocks
         if where == "auto":
             self._room = _room_on(device, blocks, slots, room)
+            if group is not None:  # the ranks must choose the same tiers
+                self._room = group.find_smallest(self._room)
+        self._group = group
         self._ahead = [block.nbytes for block in blocks if block.weights]  # of blocks that are not compressed yet
         self._weights = self._stored = 0  # bytes of the others, and their compressed bytes
         self._balance = 0.0  # share of blocks that the device is owed
@@ -41,7 +57,7 @@ class Tiers:
 
     def _memory_for(self, block: Block, nbytes: int) -> HostMemory | DeviceMemory:
         if not self._takes_device(nbytes):
-            return HostMemory(nbytes, self._device)
+            return self._host_memory_for(block, nbytes)
         try:
             memory = DeviceMemory(nbytes, self._device)
         except OutOfMemoryError as error:
@@ -52,9 +68,14 @@ class Tiers:
                 "overwire: offload: the device has no memory for the %d compressed bytes of %s: that block and the "
                 "later ones stay in host memory: %s", nbytes, block.name, error
             )
-            return HostMemory(nbytes, self._device)
+            return self._host_memory_for(block, nbytes)
         self._room -= nbytes
         return memory
+
+    def _host_memory_for(self, block: Block, nbytes: int) -> HostMemory:
+        if self._group is not None:
+            return self._group.allocate_part(block.name, nbytes)
+        return HostMemory(nbytes, self._device)
 
     def _takes_device(self, nbytes: int) -> bool:
         if self._where == "device" and nbytes > self._room:

@@ -106,6 +106,39 @@ func (d *Streams) SyncStream(stream uintptr) error {
 	return d.call(func(e *C.struct_owcu_error) C.int { return C.owcu_stream_sync(d.c, C.uint64_t(stream), e) })
 }
 
+// A Mark is a point in the work of a stream. The zero value has passed.
+type Mark struct{ event C.owcu_handle }
+
+// SetMark moves a mark to the end of the work that is now queued on a stream.
+func (d *Streams) SetMark(m *Mark, stream uintptr) error {
+	at, isCaptured := C.uint64_t(stream), false
+	err := d.call(func(e *C.struct_owcu_error) C.int {
+		rc := C.owcu_try_record_events(d.c, 1, &at, &m.event, e)
+		isCaptured = rc > 0
+		return min(0, rc)
+	})
+	if isCaptured {
+		err = errs.New(errs.ErrNotSupported, "stream %#x is being captured into a graph", stream)
+	}
+	return err
+}
+
+// HasPassed reports whether all work before a mark has ended.
+func (d *Streams) HasPassed(m *Mark) (passed bool, err error) {
+	err = d.call(func(e *C.struct_owcu_error) C.int {
+		rc := C.owcu_events_passed(d.c, 1, &m.event, e)
+		passed = rc > 0
+		return min(0, rc)
+	})
+	return passed, err
+}
+
+// FreeMark frees a mark, which is then the zero value.
+func (d *Streams) FreeMark(m *Mark) {
+	d.mem.Release(driver.Event, driver.Handle(m.event))
+	*m = Mark{}
+}
+
 // CheckStream returns an error for a stream of another device. The default streams belong to every device.
 func (d *Streams) CheckStream(stream uintptr) error {
 	if stream <= 2 {

@@ -1,0 +1,247 @@
+"""Lets the ranks of a group hold the stored bytes of blocks together, and run the blocks in step.
+
+Each rank stores a part of each block, in memory of the host that all ranks map. All ranks can read all parts, also
+after a rank has died. On GPUs, each rank copies only its part to its GPU and gets the others from the other GPUs. If
+GPUs cannot map each other's memory, each rank copies all parts from the host.
+
+The ranks use torch.distributed only while they begin. After that they announce in shared memory which block they load.
+If they announce different blocks, if one of them is gone, or if one does not come within the group's timeout, the
+others raise an error that names the block. The group then stays broken, but each rank can restore its weights.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import mmap
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .. import _verbs
+from .._engine import release
+from .._imports import skip_at_exit
+from .._undo import tell_error
+from ..distributed import group as ranks
+from ..distributed.meeting import meet
+from ..errors import ArgumentError, IOFailure, NotSupportedError, OverwireError
+from ..jobs import log
+from .blocks import Block
+from .stored import SharedMemory, StoredBlock, max_sizes
+
+if TYPE_CHECKING:
+    from ..distributed.group import Members
+
+# The longest wait for other ranks in one call, in milliseconds, so that Ctrl-C is handled.
+_SLICE_MS = 50
+
+
+class BlockGroup:
+    """This rank's part in a group that streams blocks together."""
+
+    def __init__(
+        self, members: Members, device: torch.device, blocks: Sequence[Block], alike: Mapping[str, object]
+    ) -> None:
+        """blocks: the blocks to stream. alike: other facts that must be equal on all ranks. Collective.
+
+        Raises ArgumentError for differences and NotSupportedError for ranks on several hosts, on all ranks."""
+        sizes = [(block.name, [weight.parameter.nbytes for weight in block.weights]) for block in blocks]
+        digest = hashlib.sha256(repr(sizes).encode()).digest()
+        meet(members, lambda: {"alike": {"device": device.type, "the streamed blocks": digest, **alike}})
+        if members.hosts > 1:
+            members.raise_alike(
+                NotSupportedError(
+                    f"overwire: offload: group: its ranks are on {members.hosts} hosts, but must be on one: "
+                    "pass a group for each host"
+                )
+            )
+        self._members, self._device = members, device
+        self._timeout = members.timeout_seconds
+        self._names: list[str] = []
+        self._memories: weakref.WeakSet[SharedMemory] = weakref.WeakSet()
+        self._end = 0  # the bytes that blocks take in the shared memory
+        self._broken = ""
+        self._whole = True  # whether each rank copies all parts from the host
+        self._handle = 0
+        most = sum(_whole_pages(sum(_whole_pages(size, 256) for size in max_sizes(one))) for _, one in sizes)
+
+        def make_offer() -> Any:
+            number = device.index if device.type == "cuda" else -1
+            self._handle = _verbs.gather_new(number, members.rank, members.size, max(most, 1))
+            return _verbs.gather_offer(self._handle, 0, 0)
+
+        offers = members.gather_results(make_offer)
+        addresses = members.gather_results(lambda: _verbs.gather_join(offers, self._handle, 0, self._limit_ms()))
+        self._base = addresses[members.rank]
+
+    def _limit_ms(self) -> int:
+        return int(min(1000 * self._timeout, 1 << 31))
+
+    def allocate_part(self, name: str, nbytes: int) -> SharedMemory:
+        """Returns memory for the stored bytes of a block. All ranks must call it for the same blocks. Not collective.
+
+        Raises DeviceError."""
+        place = self._members.rank, self._members.size
+        memory = SharedMemory(self._base, self._end, nbytes, place, self._device)
+        memory.owner, memory.number = self, len(self._names)
+        self._names.append(name)
+        self._memories.add(memory)
+        self._end += _whole_pages(nbytes)
+        return memory
+
+    def agree_on(self, name: str, store: Callable[[], StoredBlock]) -> StoredBlock:
+        """Stores a block on all ranks, and returns it when all of them have. Collective. Raises errors on all ranks,
+        and ArgumentError if the blocks differ."""
+        blocks: list[StoredBlock] = []
+
+        def describe_block() -> tuple[Any, ...]:
+            blocks.append(store())
+            memory = blocks[0].memory
+            digests = memory.digests if isinstance(memory, SharedMemory) else b""
+            return blocks[0].places, blocks[0].streams, blocks[0].digests, digests, memory.is_on_device
+
+        every = self._members.gather_results(describe_block)
+        for rank, one in enumerate(every):
+            if one[:4] != every[0][:4]:
+                self._members.raise_alike(
+                    ArgumentError(
+                        f"overwire: offload: block {name!r} has other weights on rank {rank} than on rank 0: "
+                        "with group=, all ranks need the same model"
+                    )
+                )
+            if one != every[0]:
+                self._members.raise_alike(
+                    ArgumentError(
+                        f"overwire: offload: block {name!r} fits on the device of only some ranks: pass a smaller room="
+                    )
+                )
+        return blocks[0]
+
+    def find_smallest(self, number: int) -> int:
+        """Returns the smallest of all ranks' numbers. Collective."""
+        return min(self._members.gather_results(lambda: number))
+
+    def open_ring(self, nbytes: int, buffers: int, memories: Sequence[SharedMemory]) -> int:
+        """Makes buffers on this rank's GPU, each for the stored bytes of a block, and returns their bytes. Collective.
+
+        Raises OutOfMemoryError and DeviceError on all ranks."""
+        torch.cuda.empty_cache()  # the engine allocates the buffers
+        nbytes, members, setting = _whole_pages(nbytes), self._members, ranks.exchange_setting()
+        offers = members.gather_results(lambda: _verbs.gather_offer(self._handle, buffers, nbytes))
+
+        def map_buffers() -> tuple[str, bool]:
+            if setting not in ("auto", "mapped"):
+                return f"OVERWIRE_EXCHANGE is {setting}", True
+            try:
+                _verbs.gather_join(offers, self._handle, buffers, self._limit_ms())
+            except OverwireError as error:
+                return str(error).removeprefix("overwire: "), isinstance(error, NotSupportedError)
+            return "", False
+
+        every = members.gather_results(map_buffers)
+        reasons = sorted((one for one in every if one[0]), key=lambda one: not one[1])
+        if reasons and not reasons[0][1]:
+            members.raise_alike(IOFailure(f"overwire: offload: group: {reasons[0][0]}"))
+        self._whole = bool(reasons)
+        if self._whole:
+            log.warning("overwire: offload: each rank copies all weights from the host: %s", reasons[0][0])
+            members.gather_results(lambda: self._pin_others(memories))
+        return buffers * nbytes
+
+    def _pin_others(self, memories: Sequence[SharedMemory]) -> None:
+        for memory in memories:
+            for low in range(0, memory.nbytes, memory.share):
+                if low != memory.part[0]:
+                    memory.pin_range((low, min(low + memory.share, memory.nbytes)), self._device)
+
+    def fetch_part(self, memory: SharedMemory, after: int | None = None) -> None:
+        """Announces that this rank loads a block, and waits until all ranks have announced it. On a GPU it then queues
+        the copy of this rank's part after the work that is now queued on the stream `after`.
+
+        Raises ArgumentError if the ranks load different blocks, and IOFailure if a rank is gone or does not come."""
+        name = self._names[memory.number]
+        with self._going_on(name):
+            blocks: list[int] = []
+
+            def meet_others(ms: int) -> bool:
+                blocks[:] = memoryview(_verbs.gather_meet(self._handle, memory.number, ms)[1]).cast("q")
+                return len(blocks) == self._members.size
+
+            self._await_ranks(meet_others, lambda: f"rank {len(blocks)} has not run it")
+            for rank, block in enumerate(blocks):
+                if block != blocks[0]:
+                    raise ArgumentError(
+                        f"overwire: offload: rank {rank} runs block {self._names[block]!r} where rank 0 runs "
+                        f"{self._names[blocks[0]]!r}: all ranks of the group must run the same blocks in the same order"
+                    )
+            if after is not None:
+                piece = memory.place, memory.nbytes, memory.share, int(self._whole), after
+                self._await_ranks(lambda ms: _verbs.gather_copy(self._handle, *piece, ms), _describe_slow)
+
+    def take_block(self, memory: SharedMemory, stream: int) -> int:
+        """Makes a stream wait until the oldest block of `fetch_part` is on this rank's GPU. Returns its address there.
+
+        Raises IOFailure."""
+        name = self._names[memory.number]
+        with self._going_on(name):
+            return self._await_ranks(lambda ms: _verbs.gather_take(self._handle, stream, ms), _describe_slow)
+
+    def _await_ranks(self, call: Callable[[int], int], describe_slow: Callable[[], str]) -> int:
+        until = time.monotonic() + self._timeout
+        while not (result := call(_SLICE_MS)):
+            if time.monotonic() > until:
+                raise IOFailure(f"{describe_slow()} within {self._timeout:g} s, the group's timeout")
+        return result
+
+    @contextmanager
+    def _going_on(self, name: str) -> Iterator[None]:
+        # The ranks are out of step after any exception.
+        with tell_error(self._leave_step):
+            try:
+                if self._broken:
+                    raise IOFailure(f"the group cannot be used after an earlier error: {self._broken}")
+                yield
+            except IOFailure as error:
+                raise IOFailure(
+                    f"overwire: offload: block {name!r}: {_text_of(error)}. "
+                    "Offloaded.close() restores this rank's weights"
+                ) from error
+
+    def _leave_step(self, error: BaseException) -> None:
+        self._broken = self._broken or _text_of(error)
+        if not isinstance(error, IOFailure):  # the other ranks find its causes by themselves
+            _verbs.gather_end(self._handle, 1)
+
+    def close_ring(self) -> None:
+        """Frees the buffers. Not collective, but waits briefly for the other ranks."""
+        if self._handle:
+            _verbs.gather_end(self._handle, 0)
+
+    def close_all(self) -> None:
+        """Frees all memory. The other ranks can still restore their weights. Not collective."""
+        handle, self._handle = self._handle, 0
+        if handle:
+            for memory in list(self._memories):
+                memory.unpin_all()
+            release(handle)
+
+    @skip_at_exit
+    def __del__(self) -> None:
+        if getattr(self, "_handle", 0):
+            self.close_all()
+
+
+def _text_of(error: BaseException) -> str:
+    return (str(error) or type(error).__name__).removeprefix("overwire: ").removeprefix("i/o error: ")
+
+
+def _describe_slow() -> str:
+    return "the GPUs have not copied it"
+
+
+def _whole_pages(nbytes: int, page: int = mmap.PAGESIZE) -> int:
+    return math.ceil(nbytes / page) * page

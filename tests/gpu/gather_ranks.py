@@ -1,0 +1,130 @@
+"""Runs the ranks of tests/gpu/test_gpu_gather.py as forks of one process. The command line names a folder, the number
+of ranks, and the case: "mapped", "host" (GPUs do not map each other's memory) or "killed" (rank 1 dies)."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import random
+import signal
+import sys
+from collections import deque
+from pathlib import Path
+
+import overwire as ow
+import torch
+import torch.distributed as dist
+from overwire import gpu
+from overwire.distributed import group as grouping
+from overwire.offloading.blocks import Block, Weight
+from overwire.offloading.sharing import BlockGroup
+from overwire.offloading.stored import CHUNK, HostMemory, SharedMemory, StoredBlock, encode_block
+
+# Seconds after which a rank counts as hanging, and the buffers of each rank.
+HANGS, BUFFERS = 120, 3
+
+HOST = torch.device("cpu")
+
+
+class Rank:
+    """A rank with its blocks in a group's memory, and the bytes that they must have after decoding."""
+
+    def __init__(self, members: grouping.Members, number: int) -> None:
+        device = torch.device("cuda", number)
+        torch.manual_seed(5)
+        self.tensors = [
+            [torch.randn(size).bfloat16(), torch.randn(size // 3 + 1)] for size in (40_000, 1, 90_000, 31, 20_000)
+        ]
+        blocks = [
+            Block(f"block {at}", torch.nn.Identity(), [Weight("w", torch.nn.Parameter(one), HOST) for one in both])
+            for at, both in enumerate(self.tensors)
+        ]
+        self.device, self.stream = number, gpu.stream_new(number)
+        self.group = BlockGroup(members, device, blocks, {})
+        self.stored = [self._store(at) for at in range(len(blocks))]
+        self.memories = [one.memory for one in self.stored if isinstance(one.memory, SharedMemory)]
+        self.group.open_ring(max(one.nbytes for one in self.memories), BUFFERS, self.memories)
+        self.decodings: list[tuple[int, gpu.Batch, gpu.Memory]] = []
+
+    def _store(self, at: int) -> StoredBlock:
+        name = f"block {at}"
+        return self.group.agree_on(
+            name, lambda: encode_block(self.tensors[at], HOST, lambda nbytes: self.group.allocate_part(name, nbytes))
+        )
+
+    def fetch(self, at: int) -> None:
+        self.group.fetch_part(self.memories[at], self.stream)
+
+    def decode(self, at: int) -> None:
+        """Queues the decoding of the oldest block, which must have this number."""
+        one = self.stored[at]
+        out = gpu.alloc(one.nbytes, self.device, self.stream)
+        source = self.group.take_block(self.memories[at], self.stream)
+        rows = [
+            (source + offset, length, out.address + place.offset, place.nbytes, CHUNK)
+            for place, (offset, length) in zip(one.places, one.streams, strict=True)
+        ]
+        self.decodings.append((at, gpu.decode(self.device, self.stream, rows, "X16"), out))
+
+    def compare(self) -> None:
+        """Compares all blocks that were decoded."""
+        for at, batch, out in self.decodings:
+            assert batch.wait() == [None, None]
+            for place, tensor in zip(self.stored[at].places, self.tensors[at], strict=True):
+                got = torch.empty(place.nbytes, dtype=torch.uint8)
+                where = got.data_ptr(), out.address + place.offset, place.nbytes
+                gpu.copy(*where, device=self.device, stream=self.stream)
+                assert torch.equal(got, tensor.view(torch.uint8)), at
+
+
+def run_rank(folder: Path, rank: int, ranks: int, case: str) -> None:
+    signal.alarm(HANGS)
+    torch.set_num_threads(1)
+    # torch does not see the fake GPU, so that this test pins nothing.
+    HostMemory.pin_range = lambda *_: None  # type: ignore[method-assign]
+    grouping.exchange_setting = lambda: "none" if case == "host" else "auto"
+    store = dist.FileStore(str(folder / f"store-{ranks}-{case}"), ranks)
+    limit = datetime.timedelta(seconds=HANGS)
+    dist.init_process_group("gloo", rank=rank, world_size=ranks, timeout=limit, store=store)
+    with grouping.group_verb(dist.group.WORLD, f"cuda:{rank % 2}") as members:
+        one = Rank(members, rank % 2)
+    assert one.group._whole == (case == "host")
+    dice, coming = random.Random(11), deque[int]()
+    try:
+        for step in range(60):
+            if rank == 1 and step == 30 and case == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if coming and (len(coming) == BUFFERS or dice.random() < 0.5):
+                one.decode(coming.popleft())
+            else:
+                coming.append(dice.randrange(5))
+                one.fetch(coming[-1])
+        while coming:
+            one.decode(coming.popleft())
+    except ow.IOFailure as error:
+        assert case == "killed" and "rank 1 of this host is gone" in str(error) and "'block " in str(error), repr(error)
+    else:
+        assert case != "killed"
+    one.compare()
+    for memory, kept in zip(one.memories, one.stored, strict=True):  # all parts are there, also those of a dead rank
+        decoded = torch.empty(kept.nbytes, dtype=torch.uint8)
+        ow.offloading.stored.decode_on_host(kept, range(2), decoded)
+        assert kept.is_in(decoded) and memory.nbytes
+    one.group.close_all()
+    print("done", flush=True)
+
+
+def main() -> None:
+    folder, ranks, case = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    children = []
+    for rank in range(ranks):
+        if not (pid := os.fork()):
+            run_rank(folder, rank, ranks, case)
+            os._exit(0)
+        children.append(pid)
+    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children]
+    assert codes == [-9 if rank == 1 and case == "killed" else 0 for rank in range(ranks)], codes
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,26 @@
+"""Tests that ranks gather the parts of blocks on GPUs, real or fake.
+
+`make fakepy` runs this on the fake driver. bench/gpu/device_offload_group.py tests offload with a group on real GPUs.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import warm
+from conftest import ROOT, cleaned
+from overwire import gpu
+
+pytest.importorskip("torch")
+if gpu.count() < 2 or gpu.torch_of() is not None:
+    pytest.skip("needs the fake driver", allow_module_level=True)
+
+
+@pytest.mark.parametrize(("ranks", "case"), [(2, "mapped"), (4, "mapped"), (8, "mapped"), (2, "host"), (3, "killed")])
+def test_ranks_gather_parts(tmp_path: Path, ranks: int, case: str) -> None:
+    """Each rank decodes each block from the parts of all ranks, in a random order of steps. If a rank dies, the others
+    raise an error that names it, and still have all parts."""
+    done = warm.run([ROOT / "tests" / "gpu" / "gather_ranks.py", tmp_path, str(ranks), case], env=cleaned())
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("done") == ranks - (case == "killed")

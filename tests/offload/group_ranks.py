@@ -1,0 +1,282 @@
+"""Runs the ranks of tests/offload/test_offload_groups.py as forks of one process. The command line names a folder, the
+number of ranks and the cases."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from threading import Timer
+from typing import Any
+
+import overwire as ow
+import torch
+import torch.distributed as dist
+from overwire.offloading import tiers
+
+# Seconds after which a rank counts as hanging.
+HANGS = 120
+
+
+class Layer(torch.nn.Module):
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(64, rows), torch.nn.Linear(rows, 64)
+        self.kept: Any = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Model(torch.nn.Module):
+    """Blocks of different sizes, of which some are smaller than a page for each rank, in a configurable order."""
+
+    def __init__(self, seed: int = 3) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.layers = torch.nn.ModuleList(Layer(rows) for rows in (700, 300, 1, 500, 300)).bfloat16()
+        self.order = list(range(5))
+        self.before = [parameter.detach().clone() for parameter in self.parameters()]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for at in self.order:
+            x = self.layers[at](x)
+        return x
+
+    def assert_whole(self) -> None:
+        assert all(map(torch.equal, self.parameters(), self.before))
+
+
+@torch.inference_mode()
+def run(model: Model, order: list[int] | None = None) -> torch.Tensor:
+    model.order = list(range(5)) if order is None else order
+    return model(torch.linspace(-1, 1, 128).reshape(2, 64).bfloat16()).clone()
+
+
+def fails(kind: type[BaseException], *words: str) -> Any:
+    """Returns a context that expects an error with these words."""
+
+    class Expect:
+        def __enter__(self) -> None:
+            pass
+
+        def __exit__(self, found: Any, error: Any, trace: Any) -> bool:
+            assert isinstance(error, kind) and all(word in str(error) for word in words), repr(error)
+            return True
+
+    return Expect()
+
+
+def same(group: Any, rank: int, ranks: int) -> None:
+    """Outputs are those of the resident model in each order, and each rank stores its part."""
+    model, plain = Model(), Model()
+    with ow.offload(Model(), "cpu") as alone:
+        stored = alone.stored
+    options: list[dict[str, Any]] = [{}, {"slots": 1}, {"slots": 3, "keep": 80_000}, {"where": "auto", "room": 100_000}]
+    for one in options:
+        with ow.offload(model, "cpu", group=group, **one) as offloaded:
+            every: list[Any] = [None] * ranks
+            dist.all_gather_object(every, offloaded.stored, group=group)
+            if not one:
+                assert sum(every) == stored and max(every) < stored / ranks + 5 * 4096, (every, stored)
+            assert offloaded.blocks == every_name(one), offloaded.blocks
+            for order in ([0, 1, 2, 3, 4], [0, 1, 2, 3, 4], [4, 0, 2, 2, 1], [3], [1, 3, 0], [0, 1, 2, 3, 4]):
+                assert torch.equal(run(model, order), run(plain, order)), (one, order)
+        model.assert_whole()  # a rank may close before another one has finished the last pass
+
+
+def every_name(options: dict[str, Any]) -> list[str]:
+    model = Model()
+    with ow.offload(model, "cpu", keep=options.get("keep")) as offloaded:
+        return offloaded.blocks
+
+
+def arguments(group: Any, rank: int, ranks: int) -> None:
+    """Differences and refused options raise on all ranks, and the model is unchanged."""
+    model = Model(3 if rank != 1 else 4)
+    with fails(ow.ArgumentError, "'layers.0' has other weights on rank 1"):
+        ow.offload(model, "cpu", group=group)
+    model.assert_whole()
+    with fails(ow.ArgumentError, "where='device'"):
+        ow.offload(model, "cpu", group=group, where="device")
+    with fails(ow.ArgumentError, "the streamed blocks differs between ranks 0 and 1"):
+        ow.offload(model, "cpu", group=group, keep=200_000 if rank == 1 else None)
+    with fails(ow.ArgumentError, "slots differs between ranks 0 and 1"):
+        ow.offload(model, "cpu", group=group, slots=3 if rank == 1 else 2)
+    with fails(ow.OutOfMemoryError, "max_memory"):
+        ow.offload(Model(), "cpu", group=group, max_memory=60_000 // ranks)
+    model.assert_whole()
+
+
+def beginning(group: Any, rank: int, ranks: int) -> None:
+    """If a rank fails while blocks are stored, all raise and have all weights, also of blocks that were stored."""
+    model, encode, calls = Model(), tiers.encode_block, [0]
+
+    def fail(*given: Any) -> Any:
+        calls[0] += 1
+        if rank == 1 and calls[0] == 4:
+            raise ow.OutOfMemoryError("no memory")
+        return encode(*given)
+
+    tiers.encode_block = fail
+    try:
+        with fails(ow.OutOfMemoryError, "no memory", "'layers.3'"):
+            ow.offload(model, "cpu", group=group)
+    finally:
+        tiers.encode_block = encode
+    model.assert_whole()
+
+
+def order(group: Any, rank: int, ranks: int) -> None:
+    """If a rank runs another block, all ranks raise an error that names it. They can close and begin again."""
+    model = Model()
+    for _ in range(2):
+        with ow.offload(model, "cpu", group=group):
+            expected = run(model)
+            with fails(ow.ArgumentError, "rank 1 runs block 'layers.3' where rank 0 runs 'layers.1'"):
+                run(model, [0, 1, 2, 3] if rank != 1 else [0, 3, 1, 2])
+            with fails(ow.IOFailure, "cannot be used after an earlier error: offload: rank 1"):
+                run(model, [4])
+        model.assert_whole()
+        assert torch.equal(run(model), expected)
+        dist.barrier(group)
+
+
+def escapes(group: Any, rank: int, ranks: int) -> None:
+    """Blocks that keep or change their weights stay right, with the same blocks loaded on all ranks."""
+    model, plain = Model(), Model()
+
+    def keep(module: Any, args: Any, output: Any) -> None:
+        module.kept = module.up.weight[0]
+
+    def change(module: Any, args: Any, output: Any) -> None:
+        module.up.bias.data.add_(1)
+
+    for one in (model, plain):
+        one.layers[1].register_forward_hook(keep)
+        one.layers[3].register_forward_hook(change)
+    with ow.offload(model, "cpu", group=group):
+        for _ in range(3):
+            assert torch.equal(run(model), run(plain))
+            assert torch.equal(model.layers[1].kept, plain.layers[1].kept)
+    assert all(map(torch.equal, model.parameters(), plain.parameters()))
+
+
+def lost(group: Any, rank: int, act: Callable[[Any], None], *words: str) -> None:
+    """Rank 1 acts in the middle of a pass. The others raise an error with these words, and have all weights."""
+    model = Model()
+    offloaded = ow.offload(model, "cpu", group=group)
+    run(model)
+    if rank == 1:
+        run(model, [0, 1])
+        act(offloaded)
+        with fails(ow.IOFailure, "has closed"):
+            run(model, [2, 3])  # the others had announced the first one
+        offloaded.close()
+        model.assert_whole()
+        return
+    began = time.monotonic()
+    with fails(ow.IOFailure, "block 'layers.2'", *words, "Offloaded.close() restores"):
+        run(model)
+    assert time.monotonic() - began < 20
+    offloaded.close()
+    model.assert_whole()
+
+
+def killed(group: Any, rank: int, ranks: int) -> None:
+    lost(group, rank, lambda _: os.kill(os.getpid(), signal.SIGKILL), "rank 1 of this host is gone")
+
+
+def closed(group: Any, rank: int, ranks: int) -> None:
+    lost(group, rank, close_and_leave, "rank 1 of this host has closed")
+
+
+def close_and_leave(offloaded: Any) -> None:
+    offloaded.close()
+    print("done", flush=True)
+    os._exit(0)
+
+
+def late(group: Any, rank: int, ranks: int) -> None:
+    lost(group, rank, lambda _: time.sleep(8), "rank 1 has not run it within 3 s")
+
+
+def interrupted(group: Any, rank: int, ranks: int) -> None:
+    """Ctrl-C on one rank that waits for the others ends the pass on all ranks."""
+    model = Model()
+    with ow.offload(model, "cpu", group=group):
+        run(model)
+        if rank == 1:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+            with fails(KeyboardInterrupt):
+                run(model, [2])
+        else:
+            time.sleep(1)
+            with fails(ow.IOFailure, "rank 1 of this host"):
+                run(model, [2, 3, 4])
+    model.assert_whole()
+
+
+def dies_beginning(group: Any, rank: int, ranks: int) -> None:
+    """A rank dies while blocks are stored. The others raise and have all weights."""
+    model, encode, calls = Model(), tiers.encode_block, [0]
+
+    def die(*given: Any) -> Any:
+        calls[0] += 1
+        if rank == 1 and calls[0] == 4:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return encode(*given)
+
+    tiers.encode_block = die
+    with fails(ow.IOFailure, "rank 1"):
+        ow.offload(model, "cpu", group=group)
+    model.assert_whole()
+
+
+CASES = {one.__name__: one for one in (same, arguments, beginning, order, escapes, killed, closed, late, interrupted)}
+CASES["dies_beginning"] = dies_beginning
+
+
+def run_rank(folder: Path, rank: int, ranks: int, cases: list[str]) -> None:
+    signal.alarm(HANGS)
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(folder / f"store-{ranks}-{cases[0]}"), ranks)
+    limit = datetime.timedelta(seconds=HANGS)
+    dist.init_process_group("gloo", rank=rank, world_size=ranks, timeout=limit, store=store)
+    group = dist.new_group(timeout=datetime.timedelta(seconds=3 if cases == ["late"] else HANGS))
+    dist.barrier()
+    for case in cases:
+        CASES[case](group, rank, ranks)
+        until = time.monotonic() + 20  # memory is freed when all ranks have closed
+        while any(map(is_shared, os.listdir("/proc/self/fd"))):
+            assert time.monotonic() < until, case
+            time.sleep(0.05)
+    print("done", flush=True)
+
+
+def is_shared(number: str) -> bool:
+    with suppress(FileNotFoundError):
+        return "memfd:overwire" in os.readlink(f"/proc/self/fd/{number}")
+    return False
+
+
+def main() -> None:
+    folder, ranks, cases = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
+    children = []
+    for rank in range(ranks):
+        if not (pid := os.fork()):
+            run_rank(folder, rank, ranks, cases)
+            os._exit(0)
+        children.append(pid)
+    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children]
+    assert codes == [0 if rank != 1 or not {"killed", "dies_beginning"} & set(cases) else -9 for rank in range(ranks)], codes
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+"""Tests that the ranks of a group stream the blocks of a model together: on the host, and on a GPU whose calls are
+replaced. tests/gpu/test_gpu_gather.py tests the exchange between GPUs on the fake driver."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import overwire as ow
+import pytest
+import torch
+import torch.distributed as dist
+import warm
+from conftest import ROOT, cleaned
+from overwire.offloading import sharing
+from test_offload import Model, outputs
+from test_offload_streams import Device, device  # noqa: F401
+
+MEETING = ("same", "arguments", "beginning", "order", "escapes")
+CASES = [(2, MEETING), (4, ("same", "order")), (8, ("same",)), (2, ("late",))]
+CASES += [(3, (case,)) for case in ("killed", "closed", "interrupted", "dies_beginning")]
+
+
+@pytest.mark.parametrize(("ranks", "cases"), CASES)
+def test_ranks_stream_together(tmp_path: Path, ranks: int, cases: tuple[str, ...]) -> None:
+    """Each rank gets the resident model's outputs, or an error that names the block and the rank. Afterwards it has all
+    weights."""
+    command = [ROOT / "tests" / "offload" / "group_ranks.py", tmp_path, str(ranks), *cases]
+    done = warm.run(command, env=cleaned())
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Iterator[Any]:
+    """A group of one rank."""
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.FileStore(str(tmp_path / "store"), 1))
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+class Buffers(sharing.BlockGroup):
+    """A group whose blocks are copied on a stream of the replaced device, to buffers that are used in turn."""
+
+    calls: Device
+
+    def open_ring(self, nbytes: int, buffers: int, memories: Any) -> int:
+        self.copying: Any = torch.cuda.Stream("cpu")  # type: ignore[no-untyped-call]
+        self.buffers = [torch.empty(nbytes, dtype=torch.uint8) for _ in range(buffers)]
+        self.coming: list[tuple[int, int]] = []  # the block and the buffer of each copy that was not taken
+        self.copies = 0
+        return nbytes * buffers
+
+    def fetch_part(self, memory: Any, after: int | None = None) -> None:
+        super().fetch_part(memory)
+        assert after is not None and len(self.coming) < len(self.buffers), "no buffer is free"
+        at, self.copies = self.copies % len(self.buffers), self.copies + 1
+        self.copying.wait_stream(self.calls.streams[after])
+        to = self.buffers[at].data_ptr()
+        self.calls.copy(to, memory.address, memory.nbytes, device=0, stream=self.copying.cuda_stream, wait=False)
+        self.coming.append((memory.number, at))
+
+    def take_block(self, memory: Any, stream: int) -> int:
+        number, at = self.coming.pop(0)
+        assert number == memory.number, "another block is older"
+        self.calls.streams[stream].wait_stream(self.copying)
+        return self.buffers[at].data_ptr()
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3])
+@pytest.mark.parametrize("where", ["host", "auto"])
+def test_blocks_arrive_in_buffers(
+    device: Device, group: Any, monkeypatch: pytest.MonkeyPatch, slots: int, where: Any, seed: int  # noqa: F811
+) -> None:
+    """Outputs are right in every order of the blocks, also if blocks that were copied ahead do not run next."""
+    monkeypatch.setattr(Buffers, "calls", device, raising=False)
+    monkeypatch.setattr(sharing, "BlockGroup", Buffers)
+    model, dice = Model(), random.Random(seed)
+    reference = copy.deepcopy(model)
+    room = 150_000 if where == "auto" else None
+    with ow.offload(model, "cpu", slots=slots, group=group, where=where, room=room) as offloaded:
+        assert (offloaded.stored_on_device > 0) == (where == "auto")
+        orders = [[dice.randrange(5) for _ in range(dice.randrange(1, 7))] for _ in range(8)]
+        for order in (range(5), range(5), *orders):
+            model.order = reference.order = list(order)
+            assert torch.equal(outputs(model), outputs(reference))
+    assert all(map(torch.equal, model.parameters(), reference.parameters()))
