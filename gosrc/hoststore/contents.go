@@ -11,17 +11,21 @@ import (
 	"hash"
 	"runtime"
 	"slices"
+	"sync"
 
 	"github.com/zeebo/xxh3"
 	"golang.org/x/sys/unix"
 
 	"github.com/overwire/overwire/gosrc/codec"
+	"github.com/overwire/overwire/gosrc/codec/digest"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/format"
+	"github.com/overwire/overwire/gosrc/format/overwire"
 	"github.com/overwire/overwire/gosrc/internal/regular"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/source/file"
+	"github.com/overwire/overwire/gosrc/stored"
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
@@ -164,24 +168,24 @@ func sumBlocks(ctx context.Context, src source.Source, use func(b []byte, off in
 	return hex.EncodeToString(all.Sum(nil)), err
 }
 
-// checkContents returns an error unless the sealed bytes of fd have the name of the request, and are a valid file
-// whose checksums are all right.
-func checkContents(ctx context.Context, fd int, q *request) error {
+// checkContents returns an error unless the sealed bytes of fd have the name of the request, and are a valid file with
+// the right checksums and digests. It returns the digests of a container's tensors if the container has them.
+func checkContents(ctx context.Context, fd int, q *request) ([]digest.Sum, error) {
 	src, err := file.FromFD(fd, "entry "+q.Name[:12])
 	if err != nil {
-		return err
+		return nil, err
 	}
 	defer src.Close()
 	ix, err := format.Open(ctx, []source.Source{src}, format.Options{Known: codec.Known, Parts: true})
 	if err != nil {
-		return err
+		return nil, err
 	}
 	isContainer := ix.Sources[0].Overwire()
 	if !isContainer && ix.Sources[0].Format != tensor.FormatSafetensors || isContainer != (q.Identity == "") {
-		return errs.New(errs.ErrArgument, "the file has another format than its name says")
+		return nil, errs.New(errs.ErrArgument, "the file has another format than its name says")
 	}
 	if err := compareName(ctx, src, label{q.Name, q.Identity}); err != nil {
-		return err
+		return nil, err
 	}
 	if isContainer {
 		return compareSums(ctx, src, ix)
@@ -190,7 +194,7 @@ func checkContents(ctx context.Context, fd int, q *request) error {
 	if err == nil && sum != q.Sum {
 		err = errs.New(errs.ErrCorrupt, "the bytes differ from those that the client has read")
 	}
-	return err
+	return nil, err
 }
 
 // compareName returns an error unless the bytes of src, with the identity of l, have the name of l.
@@ -202,9 +206,52 @@ func compareName(ctx context.Context, src source.Source, l label) error {
 	return err
 }
 
-// compareSums compares the checksums of all chunks of a container.
-func compareSums(ctx context.Context, src source.Source, ix *tensor.Index) error {
-	return spawn.Each(ctx, "host store", runtime.GOMAXPROCS(0), len(ix.Tensors), func(i int) error {
+// compareSums compares the checksums of all chunks of a container. If the container has digests of its tensors, it also
+// compares those, which takes longer because the tensors are decoded, and returns them.
+func compareSums(ctx context.Context, src source.Source, ix *tensor.Index) ([]digest.Sum, error) {
+	sums, err := overwire.ReadDigests(ix.Sources[0].Mark, len(ix.Tensors))
+	if err != nil {
+		return nil, err
+	}
+	m := stored.Model{Index: ix, Sources: []source.Source{src}}
+	workers := runtime.GOMAXPROCS(0)
+	if sums == nil {
+		return nil, compareChunks(ctx, src, ix, workers)
+	}
+	var spans []stored.Span
+	for i, r := range m.Readers(stored.NewCache(workers)) {
+		if m.Holder(i) == i {
+			spans = stored.AppendSpans(spans, r, i, ix.Tensors[i].Bytes)
+		}
+	}
+	var mu sync.Mutex
+	states := make([]digest.State, len(ix.Tensors))
+	buffers := sync.Pool{New: func() any { return new([]byte) }}
+	err = spawn.Each(ctx, "host store", workers, len(spans), func(k int) error {
+		s, buf, part := &spans[k], buffers.Get().(*[]byte), digest.State{}
+		defer buffers.Put(buf)
+		b, err := s.Read(ctx, buf)
+		if err != nil {
+			return err
+		}
+		part.Add(s.Off, b)
+		mu.Lock()
+		states[s.Number].Merge(part)
+		mu.Unlock()
+		return nil
+	})
+	for i := range sums {
+		if err == nil && states[m.Holder(i)].Sum(ix.Tensors[i].Bytes) != sums[i] {
+			err = &errs.At{Verb: "check", Source: src.URI(), Tensor: ix.Tensors[i].Name, Chunk: -1, Offset: -1,
+				Err: errs.New(errs.ErrCorrupt, "the bytes do not have the digest that the header says")}
+		}
+	}
+	return sums, err
+}
+
+// compareChunks compares the checksums of all chunks of a container.
+func compareChunks(ctx context.Context, src source.Source, ix *tensor.Index, workers int) error {
+	return spawn.Each(ctx, "host store", workers, len(ix.Tensors), func(i int) error {
 		t := &ix.Tensors[i]
 		var b []byte
 		for k, c := range ix.Chunks[t.First : t.First+t.Count] {

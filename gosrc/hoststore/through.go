@@ -123,7 +123,7 @@ func (l *Link) replace(ctx context.Context, src source.Source) source.Source {
 	if err != nil || !ok {
 		return src // opening the file reports the error
 	}
-	client := l.connect(ctx)
+	client := l.connect(ctx, readsFiles)
 	if client == nil {
 		return src
 	}
@@ -136,7 +136,7 @@ func (l *Link) replace(ctx context.Context, src source.Source) source.Source {
 		if errors.Is(err, errs.ErrCorrupt) {
 			_, _ = client.Drop(ctx, name.name)
 		}
-		l.fail(err)
+		l.fail(err, readsFiles)
 		return src
 	case bytes == nil:
 		counts.misses.Add(1)
@@ -145,23 +145,31 @@ func (l *Link) replace(ctx context.Context, src source.Source) source.Source {
 		}
 		return &absentFile{Source: src, link: l, name: name.name}
 	}
-	counts.hits.Add(1)
-	counts.hitBytes.Add(src.Size())
 	was, facts := src.Facts(), bytes.Facts()
 	// Other ranks and preloads may have opened the file itself.
 	facts.Identity, facts.Settled, facts.Headers = was.Identity, was.Settled, was.Headers
 	facts.Now = func() (source.Identity, error) { return was.Identity, nil }
 	facts.Remote = was.Remote && was.File != nil
 	_ = src.Close()
+	return l.noteUse(bytes, facts, name.name)
+}
+
+// noteUse returns a source from the store, which the link then counts.
+func (l *Link) noteUse(bytes source.Source, facts source.Facts, name string) source.Source {
+	counts.hits.Add(1)
+	counts.hitBytes.Add(bytes.Size())
 	l.mu.Lock()
 	l.users++
-	l.names = append(l.names, name.name)
+	l.names = append(l.names, name)
 	l.mu.Unlock()
 	return &hostFile{Source: bytes, facts: facts, leave: l.leave}
 }
 
-// connect returns the client, or nil if the store cannot be reached.
-func (l *Link) connect(ctx context.Context) *Client {
+// readsFiles says in notices what a load without its store does.
+const readsFiles = "reading the files instead"
+
+// connect returns the client, or nil if the store cannot be reached. instead is as for fail.
+func (l *Link) connect(ctx context.Context, instead string) *Client {
 	l.mu.Lock()
 	if l.client != nil || l.isLost {
 		defer l.mu.Unlock()
@@ -176,7 +184,7 @@ func (l *Link) connect(ctx context.Context) *Client {
 	if err != nil && ctx.Err() == nil {
 		if l.isAsked || !errors.Is(err, errs.ErrNotFound) {
 			counts.lost.Add(1)
-			l.fail(err)
+			l.fail(err, instead)
 		} else {
 			l.mu.Lock()
 			l.isLost = true
@@ -186,8 +194,8 @@ func (l *Link) connect(ctx context.Context) *Client {
 	return client
 }
 
-// fail reads this and later files of the model without the store.
-func (l *Link) fail(err error) {
+// fail continues without the store. instead says how, if this is the first failure.
+func (l *Link) fail(err error, instead string) {
 	l.mu.Lock()
 	again := l.isLost
 	l.isLost = true
@@ -197,7 +205,7 @@ func (l *Link) fail(err error) {
 		if at, ok := errors.AsType[*errs.At](err); ok && at.Source == path {
 			err = at.Err
 		}
-		source.Notice(fmt.Sprintf("host store %s: %s: reading the files instead", path, errs.Message(err)))
+		source.Notice(fmt.Sprintf("host store %s: %s: %s", path, errs.Message(err), instead))
 	}
 }
 
@@ -291,7 +299,7 @@ func (q *putQueue) add(path, name string, fd int, uri string) {
 	q.seen[key] = true
 	q.waiting = append(q.waiting, func() {
 		defer src.Close()
-		if err := putFile(path, src); err != nil {
+		if err := putFile(spawn.Context(), path, src); err != nil {
 			var no *refusalError
 			source.Notice(fmt.Sprintf("host store: %s is not kept in memory: %s", errs.OneLine(errs.RedactURI(uri)),
 				errs.Message(err)))
@@ -337,8 +345,7 @@ func AwaitPuts(d time.Duration) bool {
 }
 
 // putFile puts a file into the store at path.
-func putFile(path string, src source.Source) error {
-	ctx := spawn.Context()
+func putFile(ctx context.Context, path string, src source.Source) error {
 	client, err := Dial(ctx, path)
 	if err != nil {
 		return err

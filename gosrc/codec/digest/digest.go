@@ -18,7 +18,10 @@ package digest
 
 import (
 	"encoding/binary"
+	"encoding/hex"
 	"fmt"
+
+	"github.com/overwire/overwire/gosrc/errs"
 )
 
 // The constants are fractional parts times 2^64: of the golden ratio and of the square roots of 7, 3 and 5.
@@ -45,6 +48,15 @@ type Sum struct{ High, Low uint64 }
 
 // String returns the digest as 32 hex digits, the high half first.
 func (s Sum) String() string { return fmt.Sprintf("%016x%016x", s.High, s.Low) }
+
+// ParseSum returns the digest that String has written.
+func ParseSum(text string) (s Sum, err error) {
+	b, err := hex.DecodeString(text)
+	if err != nil || len(b) != 16 {
+		return Sum{}, errs.New(errs.ErrArgument, "invalid digest %.40q: expected 32 hexadecimal digits", text)
+	}
+	return Sum{binary.BigEndian.Uint64(b), binary.BigEndian.Uint64(b[8:])}, nil
+}
 
 // A State is the sum of a part of a tensor. The zero State is empty. The States of disjoint parts can be merged. A
 // State is not safe for concurrent use.
