@@ -180,12 +180,18 @@ func (c *Client) Budget(ctx context.Context, budget int64) (Report, error) {
 // safetensors, or it is plain and was changed a moment ago or has no identity. done is called with each number of
 // bytes that were copied, by several goroutines.
 func (c *Client) Put(ctx context.Context, src source.Source, done func(n int64)) (state string, err error) {
+	return c.putPaced(ctx, src, done, nil)
+}
+
+func (c *Client) putPaced(ctx context.Context, src source.Source, done func(n int64), p *pace) (state string,
+	err error) {
 	l, ok, err := labelOf(ctx, src)
 	if err != nil || !ok {
 		return "unnamed", err
 	}
 	shown := errs.OneLine(errs.RedactURI(src.URI()))
 	long := time.Minute + time.Duration(src.Size()/(100<<20))*time.Second
+	isAhead := p != nil && p.awaitCore(ctx)
 	r, fd, err := c.ask(ctx, request{Op: opPut, Name: l.name, Size: src.Size(),
 		Label: shown[max(0, len(shown)-maxText):]}, long)
 	if err != nil {
@@ -197,10 +203,10 @@ func (c *Client) Put(ctx context.Context, src source.Source, done func(n int64))
 		}
 		return "present", nil
 	}
-	if f := src.Facts().File; f != nil {
+	if f := src.Facts().File; f != nil && !isAhead {
 		f.Expect(src.Size(), true, "auto") // do not fill the page cache with a second copy
 	}
-	sum, err := copyInto(ctx, fd, src, done)
+	sum, err := copyInto(ctx, fd, src, done, p)
 	_ = unix.Close(fd)
 	if err == nil {
 		err = source.Unwritten(src)

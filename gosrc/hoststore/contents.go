@@ -118,9 +118,9 @@ func addRest(ctx context.Context, src source.Source, sum hash.Hash, off, end int
 	return nil
 }
 
-// copyInto copies the bytes of a source to a memfd, and returns their sum.
-func copyInto(ctx context.Context, fd int, src source.Source, done func(n int64)) (string, error) {
-	return sumBlocks(ctx, src, func(b []byte, off int64) error {
+// copyInto copies the bytes of a source to a memfd, and returns their sum. p may be nil.
+func copyInto(ctx context.Context, fd int, src source.Source, done func(n int64), p *pace) (string, error) {
+	return sumBlocks(ctx, src, p, func(b []byte, off int64) error {
 		for len(b) > 0 {
 			n := 0
 			err := regular.Again(func() (err error) {
@@ -138,15 +138,15 @@ func copyInto(ctx context.Context, fd int, src source.Source, done func(n int64)
 }
 
 // sumBlocks reads all bytes of a source on several workers, and returns the SHA-256 of the XXH3-128 of each block.
-// use gets each block.
-func sumBlocks(ctx context.Context, src source.Source, use func(b []byte, off int64) error) (string, error) {
+// use gets each block. p may be nil.
+func sumBlocks(ctx context.Context, src source.Source, p *pace, use func(b []byte, off int64) error) (string, error) {
 	sums := make([][16]byte, (src.Size()+block-1)/block)
 	workers := min(8, runtime.GOMAXPROCS(0))
 	free := make(chan []byte, workers)
 	for range workers {
 		free <- nil
 	}
-	err := spawn.Each(ctx, "host store", workers, len(sums), func(i int) error {
+	sumBlock := func(i int) error {
 		b := <-free
 		if b == nil {
 			b = make([]byte, block)
@@ -160,7 +160,15 @@ func sumBlocks(ctx context.Context, src source.Source, use func(b []byte, off in
 		}
 		sums[i] = codec.HashOf(xxh3.Hash128(b))
 		return use(b, off)
-	})
+	}
+	var err error
+	first := 0
+	for ; p != nil && err == nil && first < len(sums) && p.awaitCore(ctx); first++ {
+		err = sumBlock(first)
+	}
+	if err == nil {
+		err = spawn.Each(ctx, "host store", workers, len(sums)-first, func(i int) error { return sumBlock(first + i) })
+	}
 	all := sha256.New()
 	for i := range sums {
 		_, _ = all.Write(sums[i][:])
@@ -190,7 +198,7 @@ func checkContents(ctx context.Context, fd int, q *request) ([]digest.Sum, error
 	if isContainer {
 		return compareSums(ctx, src, ix)
 	}
-	sum, err := sumBlocks(ctx, src, func([]byte, int64) error { return nil })
+	sum, err := sumBlocks(ctx, src, nil, func([]byte, int64) error { return nil })
 	if err == nil && sum != q.Sum {
 		err = errs.New(errs.ErrCorrupt, "the bytes differ from those that the client has read")
 	}

@@ -116,5 +116,5 @@ func KeepBytes(ctx context.Context, src source.Source) error {
 	if path == off {
 		path = auto
 	}
-	return putFile(ctx, path, src)
+	return putFile(ctx, path, src, nil)
 }

@@ -95,7 +95,7 @@ func (c *child) run() {
 		if c.Die == "half" {
 			c.at("half")
 		}
-	})
+	}, nil)
 	if err != nil {
 		c.fail(err)
 	}

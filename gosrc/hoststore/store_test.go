@@ -142,7 +142,7 @@ func TestSeals(t *testing.T) {
 			t.Errorf("resized to %d: %v", size, err)
 		}
 	}
-	sum, err := copyInto(t.Context(), fd, f, func(int64) {})
+	sum, err := copyInto(t.Context(), fd, f, func(int64) {}, nil)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -158,7 +158,7 @@ func TestSeals(t *testing.T) {
 	report(t, s, func(r *Report) bool { return r.Used == 0 && len(r.Entries) == 0 })
 
 	c, fd = begin()
-	if _, err := copyInto(t.Context(), fd, f, func(int64) {}); err != nil {
+	if _, err := copyInto(t.Context(), fd, f, func(int64) {}, nil); err != nil {
 		t.Fatal(err)
 	}
 	if _, _, err := c.ask(t.Context(), q, time.Minute); err != nil {
@@ -192,7 +192,7 @@ func TestWrongContents(t *testing.T) {
 			if err != nil || fd < 0 {
 				t.Fatal(fd, err)
 			}
-			if sum, err = copyInto(t.Context(), fd, f, func(int64) {}); err != nil {
+			if sum, err = copyInto(t.Context(), fd, f, func(int64) {}, nil); err != nil {
 				t.Fatal(err)
 			}
 			spoil(fd)
