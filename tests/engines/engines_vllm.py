@@ -204,10 +204,12 @@ def fails(what: str, words: tuple[str, ...], call: Any) -> None:
 
 
 def without_kernels() -> None:
-    """Replaces the compiled repacking of experts with vLLM's function that does nothing."""
+    """Replaces the compiled repacking of weights with functions that do nothing."""
+    from vllm.model_executor.layers import utils
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
     from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 
+    utils.check_cpu_sgl_kernel = lambda *_: False  # True on processors with AMX
     UnquantizedFusedMoEMethod.process_weights_after_loading = QuantizeMethodBase.process_weights_after_loading
 
 
@@ -407,6 +409,28 @@ def free_port() -> int:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return int(s.getsockname()[1])
+
+
+HOST_STORE = [sys.executable, "-m", "overwire", "host"]
+
+
+@contextlib.contextmanager
+def host_store(env: dict[str, str]) -> Iterator[None]:
+    """Runs a host store at the OVERWIRE_HOST of an environment."""
+    command = [*HOST_STORE, "--budget", "1GB"]
+    store = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    try:
+        assert store.stdout is not None and env["OVERWIRE_HOST"] in store.stdout.readline()
+        yield
+    finally:
+        store.kill()
+        store.wait()
+
+
+def host_entries() -> list[dict[str, Any]]:
+    """Returns the entries of the host store at OVERWIRE_HOST."""
+    entries: list[dict[str, Any]] = json.loads(subprocess.check_output([*HOST_STORE, "list", "--json"]))["entries"]
+    return entries
 
 
 @contextlib.contextmanager
