@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import signal
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +15,7 @@ from typing import Any
 import overwire as ow
 import pytest
 import torch
+from conftest import soon
 from test_host import Store
 
 # The engine reads OVERWIRE_HOST once, so each test runs in a process of its own.
@@ -26,7 +29,9 @@ test_host_sleep.TEST(Path.cwd())
 """
 
 
-@pytest.mark.parametrize("name", ["unchanged_tensors", "second_engine", "store_ends", "entries_stay", "arguments"])
+@pytest.mark.parametrize(
+    "name", ["unchanged_tensors", "second_engine", "killed_engines", "store_ends", "entries_stay", "arguments"]
+)
 def test_sleep_in_the_host_store(name: str, torch_script: Callable[..., Any]) -> None:
     """The functions of these names say what they check."""
     torch_script(PROGRAM.replace("FOLDER", repr(str(Path(__file__).parent))).replace("TEST", name))
@@ -136,6 +141,40 @@ def shared_memory() -> int:
     """Returns the memory of memfds and files in memory, of all processes."""
     (row,) = (row for row in Path("/proc/meminfo").read_text().splitlines() if row.startswith("Shmem:"))
     return int(row.split()[1]) << 10
+
+
+def killed_engines(folder: Path) -> None:
+    """An engine that is killed while it puts tensors into the store, or while they sleep, leaves a whole entry or
+    nothing, which no process uses."""
+    delays = [None, 0.0, 0.03]  # None: while the tensors sleep
+    children = []
+    for delay in delays:
+        (told, tell), (go, start) = os.pipe(), os.pipe()
+        if not (child := os.fork()):
+            os.read(go, 1)
+            tensors = weights(4, 8)
+            os.write(tell, b"x")
+            ow.prepare_sleep(tensors, host=True).wait(60)
+            with ow.sleep(tensors, host=True):
+                os.write(tell, b"x")
+                time.sleep(300)
+        children.append((child, delay, told, start))
+    with running(folder) as store:
+        for child, delay, told, start in children:
+            os.write(start, b"x")
+            os.read(told, 1)
+            if delay is None:
+                os.read(told, 1)
+                assert [entry["users"] for entry in store.report()["entries"]] == [1]
+            else:
+                time.sleep(delay)
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            assert soon(lambda: all(one["state"] == "ready" and not one["users"] for one in store.report()["entries"]))
+            for entry in store.report()["entries"]:
+                assert store.command("drop", entry["name"]).returncode == 0
+            assert store.report()["used"] == 0
+        engine(weights(4, 8))
 
 
 def store_ends(folder: Path) -> None:

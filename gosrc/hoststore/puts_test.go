@@ -69,3 +69,47 @@ func TestPutWhileLoading(t *testing.T) {
 		t.Error("a put is still running")
 	}
 }
+
+// If the store ends before or during a put, or has not enough memory any more, the load continues, nothing is left and
+// nothing runs. The next load asks again.
+func TestPutsFail(t *testing.T) {
+	container, _ := files(t)
+	for _, c := range []struct {
+		what  string
+		spoil func(s *Store)
+	}{
+		{"ended", func(s *Store) { s.Close() }},
+		{"no memory", func(s *Store) {
+			left := []int64{1 << 40, spare / 4} // for the decision, and when the memory is allocated
+			s.table.available = func() int64 {
+				n := left[0]
+				left = left[min(1, len(left)-1):]
+				return n
+			}
+		}},
+	} {
+		t.Run(c.what, func(t *testing.T) {
+			s := newStore(t, 1<<30)
+			source.Notices()
+			link := &Link{path: s.Path(), users: 1}
+			src, err := link.Open(func(_ context.Context, uri string, _ source.Outline) (source.Source, error) {
+				f, err := file.Open(uri)
+				return settled{f}, err
+			})(t.Context(), container, source.Outline{})
+			if err != nil {
+				t.Fatal(err)
+			}
+			if _, isAbsent := src.(*absentFile); !isAbsent {
+				t.Fatalf("%T", src)
+			}
+			c.spoil(s)
+			link.NoteRead()
+			equalBytes(t, src, container)
+			_ = src.Close()
+			link.Done()
+			if !AwaitPuts(time.Minute) || len(source.Notices()) != 1 || s.table.report().Used != 0 {
+				t.Errorf("%+v", s.table.report())
+			}
+		})
+	}
+}
