@@ -191,7 +191,10 @@ func (c *Client) putPaced(ctx context.Context, src source.Source, done func(n in
 	}
 	shown := errs.OneLine(errs.RedactURI(src.URI()))
 	long := time.Minute + time.Duration(src.Size()/(100<<20))*time.Second
-	isAhead := p != nil && p.awaitCore(ctx)
+	isAhead, err := p.awaitCore()
+	if err != nil {
+		return "", err
+	}
 	r, fd, err := c.ask(ctx, request{Op: opPut, Name: l.name, Size: src.Size(),
 		Label: shown[max(0, len(shown)-maxText):]}, long)
 	if err != nil {

@@ -161,10 +161,12 @@ func sumBlocks(ctx context.Context, src source.Source, p *pace, use func(b []byt
 		sums[i] = codec.HashOf(xxh3.Hash128(b))
 		return use(b, off)
 	}
-	var err error
 	first := 0
-	for ; p != nil && err == nil && first < len(sums) && p.awaitCore(ctx); first++ {
-		err = sumBlock(first)
+	isAhead, err := p.awaitCore()
+	for ; isAhead && err == nil && first < len(sums); first++ {
+		if err = sumBlock(first); err == nil {
+			isAhead, err = p.awaitCore()
+		}
 	}
 	if err == nil {
 		err = spawn.Each(ctx, "host store", workers, len(sums)-first, func(i int) error { return sumBlock(first + i) })

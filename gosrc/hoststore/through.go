@@ -146,7 +146,8 @@ func (l *Link) replace(ctx context.Context, src source.Source) source.Source {
 		if src.Facts().File == nil {
 			return src // reading a remote file again would be slow
 		}
-		m := &absentFile{Source: src, link: l, name: name.name, loaded: make(chan struct{})}
+		m := &absentFile{Source: src, link: l, name: name.name,
+			pace: &pace{loaded: make(chan struct{}), read: src.Facts().File}}
 		l.mu.Lock()
 		l.absent = append(l.absent, m)
 		l.mu.Unlock()
@@ -236,24 +237,23 @@ func (h *hostFile) Close() error {
 // beginning of a load.
 type absentFile struct {
 	source.Source
-	link   *Link
-	name   string
-	once   sync.Once
-	loaded chan struct{} // closed by Close
+	link *Link
+	name string
+	once sync.Once
+	pace *pace
 }
 
 // startPut puts the file into the store, unless that is being done or cannot be done.
 func (m *absentFile) startPut() {
-	f := m.Facts().File
-	_ = f.WithFD(func(fd int) error {
-		puts.add(m.link.path, m.name, fd, m.URI(), &pace{loaded: m.loaded, read: f})
+	_ = m.pace.read.WithFD(func(fd int) error {
+		puts.add(m.link.path, m.name, fd, m.URI(), m.pace)
 		return nil
 	})
 }
 
 func (m *absentFile) Close() error {
 	m.once.Do(func() {
-		close(m.loaded)
+		close(m.pace.loaded)
 		m.link.mu.Lock()
 		isRead := m.link.isRead
 		m.link.mu.Unlock()
