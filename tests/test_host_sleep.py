@@ -149,22 +149,22 @@ def killed_engines(folder: Path) -> None:
     delays = [None, 0.0, 0.03]  # None: while the tensors sleep
     children = []
     for delay in delays:
-        (told, tell), (go, start) = os.pipe(), os.pipe()
+        (ready, report_step), (go, start) = os.pipe(), os.pipe()
         if not (child := os.fork()):
             os.read(go, 1)
             tensors = weights(4, 8)
-            os.write(tell, b"x")
+            os.write(report_step, b"x")
             ow.prepare_sleep(tensors, host=True).wait(60)
             with ow.sleep(tensors, host=True):
-                os.write(tell, b"x")
+                os.write(report_step, b"x")
                 time.sleep(300)
-        children.append((child, delay, told, start))
+        children.append((child, delay, ready, start))
     with running(folder) as store:
-        for child, delay, told, start in children:
+        for child, delay, ready, start in children:
             os.write(start, b"x")
-            os.read(told, 1)
+            os.read(ready, 1)
             if delay is None:
-                os.read(told, 1)
+                os.read(ready, 1)
                 assert [entry["users"] for entry in store.report()["entries"]] == [1]
             else:
                 time.sleep(delay)
