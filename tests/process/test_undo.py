@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
@@ -114,7 +115,8 @@ def run_interrupted(interrupt: Interrupt, calls: list[int]) -> type[BaseExceptio
 
 
 def test_ctrl_c_at_any_line_undoes_once() -> None:
-    """Whichever line Ctrl-C interrupts, the function runs exactly once, and no signal handler stays changed."""
+    """Whichever line Ctrl-C interrupts, the function runs exactly once, no signal handler stays changed, and the cycle
+    collector runs."""
     before = signal.getsignal(signal.SIGINT)
     at, kinds = 0, set()
     while True:
@@ -122,7 +124,7 @@ def test_ctrl_c_at_any_line_undoes_once() -> None:
         interrupt, calls = Interrupt(at), list[int]()
         kinds.add(kind := run_interrupted(interrupt, calls))
         assert calls == [1], at
-        assert signal.getsignal(signal.SIGINT) is before, at
+        assert signal.getsignal(signal.SIGINT) is before and gc.isenabled(), at
         if interrupt.count < at:
             assert kind is ValueError
             break
