@@ -5,7 +5,9 @@
 --size is the GB of generated bf16 weights. Each load runs in a separate process, which has imported torch and used the
 device before the clock starts. The kinds alternate, and all loads of one format must have the same digests. The
 exit status is 1 if they differ, or if a load read from the wrong place. InstantTensor is measured if it is
-installed. "attach" is the time from the call of safe_open to the bytes of the smallest tensor, on the host.
+installed. "attach" is the time from the call of safe_open to the bytes of the smallest tensor, on the host. "sleep" is
+a process with the weights on the device: the first put of the weights, and medians of sleep and wake with and without
+the store. A second process with the same weights must not enlarge the store.
 """
 
 from __future__ import annotations
@@ -37,6 +39,27 @@ if kind == "attach":
         times.append((time.perf_counter() - begun) * 1e3)
     store, direct = sorted(times[2::2]), sorted(times[3::2])
     print(json.dumps({"first": times[0], "store": store[len(store) // 2], "file": direct[len(direct) // 2]}))
+    sys.exit()
+if kind == "sleep":
+    tensors = ow.load_file(path, device=device)
+    tensors = {name: tensor.clone() for name, tensor in tensors.items()}
+    digests = ow.digest(tensors)
+    times = {"put": [], "sleep": [], "wake": [], "sleep without": [], "wake without": []}
+    def timed(name, call):
+        begun = time.perf_counter()
+        result = call()
+        if device != "cpu":
+            torch.cuda.synchronize()
+        times[name].append(time.perf_counter() - begun)
+        return result
+    timed("put", lambda: ow.prepare_sleep(tensors, host=True).wait())
+    for host, end in ((True, ""), (False, " without")) * 4:
+        asleep = timed("sleep" + end, lambda: ow.sleep(tensors, host=host))
+        stored, shared = (asleep.stored, asleep.shared) if host else (stored, shared)
+        timed("wake" + end, asleep.wake)
+        assert ow.digest(tensors) == digests
+    result = {name: sorted(all_of[-3:])[-2 if len(all_of) > 1 else 0] for name, all_of in times.items()}
+    print(json.dumps({**result, "stored": stored, "shared": shared}))
     sys.exit()
 if kind == "instanttensor":
     import instanttensor
@@ -92,10 +115,26 @@ def main() -> None:
             for device in dict.fromkeys(("cpu", args.device)):
                 for path in (packed, plain):
                     wrong += measure(path, device, args.rounds, env)
+            wrong += measure_sleep(packed, args.device, env)
         finally:
             store.terminate()
             store.wait()
     sys.exit(bool(wrong))
+
+
+def measure_sleep(path: str, device: str, env: dict[str, str]) -> int:
+    """Prints times of sleep in two processes, and returns 1 if the second one needs more memory."""
+    used = []
+    for engine in ("first", "second"):
+        result = json.loads(run("-c", CHILD, "sleep", path, device, env=env))
+        used.append(json.loads(run("-m", "overwire", "host", "list", "--json", env=env))["used"])
+        times = ", ".join(f"{name} {value:.3f} s" for name, value in result.items() if name not in ("stored", "shared"))
+        sizes = f"{result['stored'] / 1e9:.2f} GB own memory, {result['shared'] / 1e9:.2f} GB of the store"
+        print(f"sleep, {engine} process on {device}: {times}; {sizes}", flush=True)
+    if used[0] != used[1] or result["stored"]:
+        print(f"WRONG: the second process needs memory: {used}, {result['stored']}")
+        return 1
+    return 0
 
 
 def measure(path: str, device: str, rounds: int, env: dict[str, str]) -> int:

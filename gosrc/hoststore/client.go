@@ -105,13 +105,23 @@ func (c *Client) ask(ctx context.Context, q request, most time.Duration) (r repl
 	return r, fd, nil
 }
 
+// askText is like ask for a request without a descriptor in its reply.
+func (c *Client) askText(ctx context.Context, q request, most time.Duration) (reply, error) {
+	r, fd, err := c.ask(ctx, q, most)
+	if fd >= 0 {
+		_ = unix.Close(fd)
+	}
+	return r, err
+}
+
 // refusalError is the error of a command that a working store refused.
 type refusalError struct{ error }
 
 func (r *refusalError) Unwrap() error { return r.error }
 
 // fetch returns a source of the bytes with a name, or nil if the store does not have them. uri names the source in
-// errors. It accepts only a descriptor whose bytes cannot change and are those that the name says.
+// errors. A size of -1 means any. It accepts only a descriptor whose bytes cannot change and are those that the name
+// says.
 func (c *Client) fetch(ctx context.Context, l label, size int64, uri string) (source.Source, error) {
 	r, fd, err := c.ask(ctx, request{Op: opGet, Name: l.name}, quick)
 	if err != nil {
@@ -132,7 +142,7 @@ func (c *Client) fetch(ctx context.Context, l label, size int64, uri string) (so
 	if err != nil {
 		return nil, err
 	}
-	if src.Size() != size {
+	if src.Size() != size && size >= 0 {
 		err = errs.New(errs.ErrCorrupt, "the store sent %d bytes instead of %d", src.Size(), size)
 	} else {
 		err = compareName(ctx, src, l)
@@ -146,10 +156,7 @@ func (c *Client) fetch(ctx context.Context, l label, size int64, uri string) (so
 
 // Drop removes a name from the store. size is the number of bytes; -1 means that there was no such name.
 func (c *Client) Drop(ctx context.Context, name string) (size int64, err error) {
-	r, fd, err := c.ask(ctx, request{Op: opDrop, Name: name}, time.Minute)
-	if fd >= 0 {
-		_ = unix.Close(fd)
-	}
+	r, err := c.askText(ctx, request{Op: opDrop, Name: name}, time.Minute)
 	if err != nil || !r.Found {
 		return -1, err
 	}
@@ -158,10 +165,7 @@ func (c *Client) Drop(ctx context.Context, name string) (size int64, err error) 
 
 // Budget returns a report. If budget is above 0, it first changes the store's budget.
 func (c *Client) Budget(ctx context.Context, budget int64) (Report, error) {
-	r, fd, err := c.ask(ctx, request{Op: opBudget, Size: budget}, time.Minute)
-	if fd >= 0 {
-		_ = unix.Close(fd)
-	}
+	r, err := c.askText(ctx, request{Op: opBudget, Size: budget}, time.Minute)
 	if err == nil && r.Report == nil {
 		err = errs.New(errs.ErrIO, "the store sent no report")
 	}
@@ -176,12 +180,21 @@ func (c *Client) Budget(ctx context.Context, budget int64) (Report, error) {
 // safetensors, or it is plain and was changed a moment ago or has no identity. done is called with each number of
 // bytes that were copied, by several goroutines.
 func (c *Client) Put(ctx context.Context, src source.Source, done func(n int64)) (state string, err error) {
+	return c.putPaced(ctx, src, done, nil)
+}
+
+func (c *Client) putPaced(ctx context.Context, src source.Source, done func(n int64), p *pace) (state string,
+	err error) {
 	l, ok, err := labelOf(ctx, src)
 	if err != nil || !ok {
 		return "unnamed", err
 	}
 	shown := errs.OneLine(errs.RedactURI(src.URI()))
 	long := time.Minute + time.Duration(src.Size()/(100<<20))*time.Second
+	isAhead, err := p.awaitCore()
+	if err != nil {
+		return "", err
+	}
 	r, fd, err := c.ask(ctx, request{Op: opPut, Name: l.name, Size: src.Size(),
 		Label: shown[max(0, len(shown)-maxText):]}, long)
 	if err != nil {
@@ -193,10 +206,10 @@ func (c *Client) Put(ctx context.Context, src source.Source, done func(n int64))
 		}
 		return "present", nil
 	}
-	if f := src.Facts().File; f != nil {
+	if f := src.Facts().File; f != nil && !isAhead {
 		f.Expect(src.Size(), true, "auto") // do not fill the page cache with a second copy
 	}
-	sum, err := copyInto(ctx, fd, src, done)
+	sum, err := copyInto(ctx, fd, src, done, p)
 	_ = unix.Close(fd)
 	if err == nil {
 		err = source.Unwritten(src)
@@ -209,9 +222,6 @@ func (c *Client) Put(ctx context.Context, src source.Source, done func(n int64))
 	if l.identity != "" {
 		q.Sum = sum
 	}
-	_, fd, err = c.ask(ctx, q, long)
-	if fd >= 0 {
-		_ = unix.Close(fd)
-	}
+	_, err = c.askText(ctx, q, long)
 	return "kept", err
 }

@@ -11,17 +11,21 @@ import (
 	"hash"
 	"runtime"
 	"slices"
+	"sync"
 
 	"github.com/zeebo/xxh3"
 	"golang.org/x/sys/unix"
 
 	"github.com/overwire/overwire/gosrc/codec"
+	"github.com/overwire/overwire/gosrc/codec/digest"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/format"
+	"github.com/overwire/overwire/gosrc/format/overwire"
 	"github.com/overwire/overwire/gosrc/internal/regular"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/source/file"
+	"github.com/overwire/overwire/gosrc/stored"
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
@@ -114,9 +118,9 @@ func addRest(ctx context.Context, src source.Source, sum hash.Hash, off, end int
 	return nil
 }
 
-// copyInto copies the bytes of a source to a memfd, and returns their sum.
-func copyInto(ctx context.Context, fd int, src source.Source, done func(n int64)) (string, error) {
-	return sumBlocks(ctx, src, func(b []byte, off int64) error {
+// copyInto copies the bytes of a source to a memfd, and returns their sum. p may be nil.
+func copyInto(ctx context.Context, fd int, src source.Source, done func(n int64), p *pace) (string, error) {
+	return sumBlocks(ctx, src, p, func(b []byte, off int64) error {
 		for len(b) > 0 {
 			n := 0
 			err := regular.Again(func() (err error) {
@@ -134,15 +138,15 @@ func copyInto(ctx context.Context, fd int, src source.Source, done func(n int64)
 }
 
 // sumBlocks reads all bytes of a source on several workers, and returns the SHA-256 of the XXH3-128 of each block.
-// use gets each block.
-func sumBlocks(ctx context.Context, src source.Source, use func(b []byte, off int64) error) (string, error) {
+// use gets each block. p may be nil.
+func sumBlocks(ctx context.Context, src source.Source, p *pace, use func(b []byte, off int64) error) (string, error) {
 	sums := make([][16]byte, (src.Size()+block-1)/block)
 	workers := min(8, runtime.GOMAXPROCS(0))
 	free := make(chan []byte, workers)
 	for range workers {
 		free <- nil
 	}
-	err := spawn.Each(ctx, "host store", workers, len(sums), func(i int) error {
+	sumBlock := func(i int) error {
 		b := <-free
 		if b == nil {
 			b = make([]byte, block)
@@ -156,7 +160,17 @@ func sumBlocks(ctx context.Context, src source.Source, use func(b []byte, off in
 		}
 		sums[i] = codec.HashOf(xxh3.Hash128(b))
 		return use(b, off)
-	})
+	}
+	first := 0
+	isAhead, err := p.awaitCore()
+	for ; isAhead && err == nil && first < len(sums); first++ {
+		if err = sumBlock(first); err == nil {
+			isAhead, err = p.awaitCore()
+		}
+	}
+	if err == nil {
+		err = spawn.Each(ctx, "host store", workers, len(sums)-first, func(i int) error { return sumBlock(first + i) })
+	}
 	all := sha256.New()
 	for i := range sums {
 		_, _ = all.Write(sums[i][:])
@@ -164,33 +178,33 @@ func sumBlocks(ctx context.Context, src source.Source, use func(b []byte, off in
 	return hex.EncodeToString(all.Sum(nil)), err
 }
 
-// checkContents returns an error unless the sealed bytes of fd have the name of the request, and are a valid file
-// whose checksums are all right.
-func checkContents(ctx context.Context, fd int, q *request) error {
+// checkContents returns an error unless the sealed bytes of fd have the name of the request, and are a valid file with
+// the right checksums and digests. It returns the digests of a container's tensors if the container has them.
+func checkContents(ctx context.Context, fd int, q *request) ([]digest.Sum, error) {
 	src, err := file.FromFD(fd, "entry "+q.Name[:12])
 	if err != nil {
-		return err
+		return nil, err
 	}
 	defer src.Close()
 	ix, err := format.Open(ctx, []source.Source{src}, format.Options{Known: codec.Known, Parts: true})
 	if err != nil {
-		return err
+		return nil, err
 	}
 	isContainer := ix.Sources[0].Overwire()
 	if !isContainer && ix.Sources[0].Format != tensor.FormatSafetensors || isContainer != (q.Identity == "") {
-		return errs.New(errs.ErrArgument, "the file has another format than its name says")
+		return nil, errs.New(errs.ErrArgument, "the file has another format than its name says")
 	}
 	if err := compareName(ctx, src, label{q.Name, q.Identity}); err != nil {
-		return err
+		return nil, err
 	}
 	if isContainer {
 		return compareSums(ctx, src, ix)
 	}
-	sum, err := sumBlocks(ctx, src, func([]byte, int64) error { return nil })
+	sum, err := sumBlocks(ctx, src, nil, func([]byte, int64) error { return nil })
 	if err == nil && sum != q.Sum {
 		err = errs.New(errs.ErrCorrupt, "the bytes differ from those that the client has read")
 	}
-	return err
+	return nil, err
 }
 
 // compareName returns an error unless the bytes of src, with the identity of l, have the name of l.
@@ -202,9 +216,52 @@ func compareName(ctx context.Context, src source.Source, l label) error {
 	return err
 }
 
-// compareSums compares the checksums of all chunks of a container.
-func compareSums(ctx context.Context, src source.Source, ix *tensor.Index) error {
-	return spawn.Each(ctx, "host store", runtime.GOMAXPROCS(0), len(ix.Tensors), func(i int) error {
+// compareSums compares the checksums of all chunks of a container. If the container has digests of its tensors, it also
+// compares those, which takes longer because the tensors are decoded, and returns them.
+func compareSums(ctx context.Context, src source.Source, ix *tensor.Index) ([]digest.Sum, error) {
+	sums, err := overwire.ReadDigests(ix.Sources[0].Mark, len(ix.Tensors))
+	if err != nil {
+		return nil, err
+	}
+	m := stored.Model{Index: ix, Sources: []source.Source{src}}
+	workers := runtime.GOMAXPROCS(0)
+	if sums == nil {
+		return nil, compareChunks(ctx, src, ix, workers)
+	}
+	var spans []stored.Span
+	for i, r := range m.Readers(stored.NewCache(workers)) {
+		if m.Holder(i) == i {
+			spans = stored.AppendSpans(spans, r, i, ix.Tensors[i].Bytes)
+		}
+	}
+	var mu sync.Mutex
+	states := make([]digest.State, len(ix.Tensors))
+	buffers := sync.Pool{New: func() any { return new([]byte) }}
+	err = spawn.Each(ctx, "host store", workers, len(spans), func(k int) error {
+		s, buf, part := &spans[k], buffers.Get().(*[]byte), digest.State{}
+		defer buffers.Put(buf)
+		b, err := s.Read(ctx, buf)
+		if err != nil {
+			return err
+		}
+		part.Add(s.Off, b)
+		mu.Lock()
+		states[s.Number].Merge(part)
+		mu.Unlock()
+		return nil
+	})
+	for i := range sums {
+		if err == nil && states[m.Holder(i)].Sum(ix.Tensors[i].Bytes) != sums[i] {
+			err = &errs.At{Verb: "check", Source: src.URI(), Tensor: ix.Tensors[i].Name, Chunk: -1, Offset: -1,
+				Err: errs.New(errs.ErrCorrupt, "the bytes do not have the digest that the header says")}
+		}
+	}
+	return sums, err
+}
+
+// compareChunks compares the checksums of all chunks of a container.
+func compareChunks(ctx context.Context, src source.Source, ix *tensor.Index, workers int) error {
+	return spawn.Each(ctx, "host store", workers, len(ix.Tensors), func(i int) error {
 		t := &ix.Tensors[i]
 		var b []byte
 		for k, c := range ix.Chunks[t.First : t.First+t.Count] {

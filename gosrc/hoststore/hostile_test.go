@@ -1,6 +1,7 @@
 package hoststore
 
 import (
+	"bytes"
 	"encoding/binary"
 	"encoding/json"
 	"errors"
@@ -9,6 +10,7 @@ import (
 	"net"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"syscall"
 	"testing"
@@ -16,7 +18,11 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/overwire/overwire/gosrc/codec/digest"
 	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/format/overwire"
+	"github.com/overwire/overwire/gosrc/save"
+	"github.com/overwire/overwire/gosrc/save/savetest"
 )
 
 func credential() *syscall.Credential { return &syscall.Credential{Uid: 65534, Gid: 65534} }
@@ -225,14 +231,14 @@ func TestHostileStores(t *testing.T) {
 
 // The parsers accept or refuse any bytes, and never panic. What they accept is within the limits.
 func FuzzMessages(f *testing.F) {
-	for _, text := range []string{`{"version":1,"op":"list"}`, `{"version":1,"op":"put","name":"` + strings.Repeat("0", 64) + `","size":5}`,
+	for _, text := range []string{`{"version":1,"op":"list"}`, `{"version":1,"op":"find","digests":["x"]}`, `{"version":1,"op":"put","name":"` + strings.Repeat("0", 64) + `","size":5}`,
 		`{"found":true,"size":3}`, `{"report":{"entries":[{}]}}`, `{"error":"x","class":"IOFailure"}`, "null", "[1", ""} {
 		f.Add([]byte(text))
 	}
 	f.Fuzz(func(t *testing.T, b []byte) {
 		q, err := parseRequest(b)
 		if err == nil && (q.Size < 0 || q.Size > maxSize || len(q.Label) > maxText ||
-			q.Op != opList && q.Op != opBudget && len(q.Name) != nameLength) {
+			q.Op != opList && q.Op != opBudget && q.Op != opFind && len(q.Name) != nameLength) {
 			t.Errorf("%+v", q)
 		}
 		if err != nil && !errs.Classed(err) {
@@ -289,4 +295,61 @@ func TestRandomCommands(t *testing.T) {
 	c := dial(t, s)
 	_, _ = c.Drop(t.Context(), l.name)
 	report(t, s, func(r *Report) bool { return r.Used == 0 && len(r.Entries) == 0 })
+}
+
+// A container is found by the digests of its tensors. Digests that its bytes do not have are refused, as are requests
+// with too many or other digests.
+func TestDigests(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "d.safetensors")
+	r := savetest.FixedRand()
+	in := []save.Input{savetest.BF16("a", r, 300, 256), savetest.BF16("b", r, 3, 5)}
+	spec := save.Spec{Path: path, Compress: true, Digests: true}
+	if _, err := save.Write(t.Context(), nil, spec, in); err != nil {
+		t.Fatal(err)
+	}
+	s := newStore(t, 1<<30)
+	c := dial(t, s)
+	l := put(t, c, openFile(t, path), "kept")
+	a, b, none := digest.Of(in[0].Data), digest.Of(in[1].Data), digest.Of([]byte("none"))
+	for n, wants := range [][][]digest.Sum{{nil, {none}}, {{a}, {none, b}, {a, b}}} {
+		for _, want := range wants {
+			link := &Link{path: s.Path(), users: 1}
+			parts := FindParts(t.Context(), link, want)
+			link.Done()
+			if len(parts) != n {
+				t.Fatalf("%v: %d containers, expected %d", want, len(parts), n)
+			}
+			if n == 0 {
+				continue
+			}
+			p := parts[0]
+			report(t, s, func(r *Report) bool { return r.Entries[0].Users == 1 })
+			if len(p.Digests) != 2 || len(p.Index.Tensors) != 2 {
+				t.Errorf("%+v", p.Digests)
+			}
+			_ = p.Source.Close()
+		}
+	}
+	report(t, s, func(r *Report) bool { return r.Entries[0].Users == 0 })
+	if _, err := c.Drop(t.Context(), l.name); err != nil {
+		t.Fatal(err)
+	}
+	file, err := os.ReadFile(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	was, lie := overwire.Digests([]digest.Sum{a, b}), overwire.Digests([]digest.Sum{a, none})
+	if !bytes.Contains(file, []byte(was)) {
+		was, lie = overwire.Digests([]digest.Sum{b, a}), overwire.Digests([]digest.Sum{none, a})
+	}
+	if err := os.WriteFile(path, bytes.Replace(file, []byte(was), []byte(lie), 1), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := c.Put(t.Context(), openFile(t, path), func(int64) {}); !errors.Is(err, errs.ErrCorrupt) {
+		t.Errorf("a container with a wrong digest: %v", err)
+	}
+	q := request{Op: opFind, Digests: slices.Repeat([]string{"x"}, maxDigests+1)}
+	if _, err := dial(t, s).askText(t.Context(), q, time.Minute); !errors.Is(err, errs.ErrArgument) {
+		t.Errorf("too many digests: %v", err)
+	}
 }

@@ -45,7 +45,11 @@ type child struct {
 	Budget int64  // a store
 	Path   string // a client: the file to put
 	Die    string // the step at which the process kills itself
+	Stop   string // "half" and "sealing" are only reported if they are here or in Die
 }
+
+// stops reports whether a step that is not always reported is reported now.
+func (c *child) stops(step string) bool { return c.Die == step || c.Stop == step }
 
 // at reports a step, and kills the process if it is the last one.
 func (c *child) at(step string) {
@@ -86,23 +90,27 @@ func (c *child) run() {
 	if err != nil {
 		c.fail(err)
 	}
+	if c.Die == "putting" { // does not read the reply
+		_ = sendMessage(client.conn, request{Version: protocol, Op: opPut, Name: l.name, Size: f.Size()}, -1)
+		c.at("putting")
+	}
 	_, fd, err := client.ask(ctx, request{Op: opPut, Name: l.name, Size: f.Size()}, time.Minute)
 	if err != nil {
 		c.fail(err)
 	}
 	c.at("put")
 	sum, err := copyInto(ctx, fd, f, func(n int64) {
-		if c.Die == "half" {
+		if c.stops("half") {
 			c.at("half")
 		}
-	})
+	}, nil)
 	if err != nil {
 		c.fail(err)
 	}
 	c.at("copied")
 	_ = unix.Close(fd)
 	q := request{Version: protocol, Op: opSeal, Name: l.name, Identity: l.identity, Sum: sum}
-	if c.Die == "sealing" { // does not read the reply
+	if c.stops("sealing") { // does not read the reply
 		_ = sendMessage(client.conn, q, -1)
 		c.at("sealing")
 	}

@@ -3,11 +3,13 @@ package hoststore
 // This file implements the table of a store: entries, their memory and the budget.
 
 import (
+	"cmp"
 	"context"
 	"fmt"
 	"maps"
 	"os"
 	"slices"
+	"strings"
 	"sync"
 	"time"
 
@@ -66,8 +68,9 @@ type entry struct {
 	unallocated int64
 	users       int
 	used        time.Time
-	isReady     bool // sealed and checked
-	isDropped   bool // no longer in the table
+	isReady     bool            // sealed and checked
+	digests     map[string]bool // of a container's tensors, if it has them; does not change once it is ready
+	isDropped   bool            // no longer in the table
 }
 
 // free frees the memory of an entry that is not in a table, which takes a while.
@@ -113,6 +116,30 @@ func (t *table) fetch(name string) (*entry, int, error) {
 	e.users++
 	e.used = time.Now()
 	return e, fd, nil
+}
+
+// findNames returns the names of containers that have tensors with some of the digests, those with the most first.
+func (t *table) findNames(digests []string) (names []string) {
+	t.mu.Lock()
+	ready := map[string]*entry{}
+	for name, e := range t.entries {
+		if e.isReady && len(e.digests) > 0 {
+			ready[name] = e
+		}
+	}
+	t.mu.Unlock()
+	matches := map[string]int{}
+	for name, e := range ready {
+		for _, d := range digests {
+			if e.digests[d] {
+				matches[name]++
+			}
+		}
+	}
+	names = slices.SortedFunc(maps.Keys(matches), func(a, b string) int {
+		return cmp.Or(matches[b]-matches[a], strings.Compare(a, b))
+	})
+	return names[:min(len(names), maxFound)]
 }
 
 // release undoes fetch.
@@ -250,7 +277,8 @@ func (t *table) seal(ctx context.Context, e *entry, q *request) error {
 		}
 		return errs.FromOS(os.NewSyscallError("fcntl", err))
 	}
-	if err := checkContents(ctx, e.fd, q); err != nil {
+	sums, err := checkContents(ctx, e.fd, q)
+	if err != nil {
 		return err
 	}
 	fd, err := reopen(e.fd)
@@ -260,7 +288,10 @@ func (t *table) seal(ctx context.Context, e *entry, q *request) error {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	_ = unix.Close(e.fd)
-	e.fd, e.isReady, e.used = fd, true, time.Now()
+	e.fd, e.isReady, e.used, e.digests = fd, true, time.Now(), map[string]bool{}
+	for _, sum := range sums {
+		e.digests[sum.String()] = true
+	}
 	t.counts.Puts++
 	return nil
 }

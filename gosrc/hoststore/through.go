@@ -8,13 +8,10 @@ import (
 	"fmt"
 	"sync"
 	"sync/atomic"
-	"time"
 
 	"github.com/overwire/overwire/gosrc/errs"
-	"github.com/overwire/overwire/gosrc/internal/spawn"
 	"github.com/overwire/overwire/gosrc/knob"
 	"github.com/overwire/overwire/gosrc/source"
-	"github.com/overwire/overwire/gosrc/source/file"
 )
 
 // An Opener opens a URI of which the reader expects an outline.
@@ -31,7 +28,8 @@ type Link struct {
 	users  int     // the opening model, and the open sources from the store
 	isLost bool    // the store is not asked again
 	names  []string
-	isRead bool // tensors of the model were loaded
+	absent []*absentFile // files that the store does not have; nil once tensors of the model are loaded
+	isRead bool          // tensors of the model were loaded
 }
 
 // NewLink returns the link of a model, or nil if it uses no store. ask is the caller's choice; nil means the
@@ -74,12 +72,17 @@ func (l *Link) Held() int {
 }
 
 // NoteRead notes that tensors of the model are loaded, so that files that the store does not have are worth their
-// memory.
+// memory. They are put into the store while they are read.
 func (l *Link) NoteRead() {
-	if l != nil {
-		l.mu.Lock()
-		defer l.mu.Unlock()
-		l.isRead = true
+	if l == nil {
+		return
+	}
+	l.mu.Lock()
+	absent := l.absent
+	l.absent, l.isRead = nil, true
+	l.mu.Unlock()
+	for _, m := range absent {
+		m.startPut()
 	}
 }
 
@@ -102,8 +105,8 @@ func (l *Link) Distrust(ctx context.Context) {
 	}
 }
 
-// Open returns an opener that takes files from the store. A file that the store does not have is put into it after
-// the model has read it. Without a store, open opens the file.
+// Open returns an opener that takes files from the store. A file that the store does not have is put into it once
+// the model reads it. Without a store, open opens the file.
 func (l *Link) Open(open Opener) Opener {
 	if l == nil {
 		return open
@@ -123,7 +126,7 @@ func (l *Link) replace(ctx context.Context, src source.Source) source.Source {
 	if err != nil || !ok {
 		return src // opening the file reports the error
 	}
-	client := l.connect(ctx)
+	client := l.connect(ctx, readsFiles)
 	if client == nil {
 		return src
 	}
@@ -136,32 +139,45 @@ func (l *Link) replace(ctx context.Context, src source.Source) source.Source {
 		if errors.Is(err, errs.ErrCorrupt) {
 			_, _ = client.Drop(ctx, name.name)
 		}
-		l.fail(err)
+		l.fail(err, readsFiles)
 		return src
 	case bytes == nil:
 		counts.misses.Add(1)
 		if src.Facts().File == nil {
 			return src // reading a remote file again would be slow
 		}
-		return &absentFile{Source: src, link: l, name: name.name}
+		m := &absentFile{Source: src, link: l, name: name.name,
+			pace: &pace{loaded: make(chan struct{}), read: src.Facts().File}}
+		l.mu.Lock()
+		l.absent = append(l.absent, m)
+		l.mu.Unlock()
+		return m
 	}
-	counts.hits.Add(1)
-	counts.hitBytes.Add(src.Size())
 	was, facts := src.Facts(), bytes.Facts()
 	// Other ranks and preloads may have opened the file itself.
 	facts.Identity, facts.Settled, facts.Headers = was.Identity, was.Settled, was.Headers
 	facts.Now = func() (source.Identity, error) { return was.Identity, nil }
 	facts.Remote = was.Remote && was.File != nil
 	_ = src.Close()
+	return l.noteUse(bytes, facts, name.name)
+}
+
+// noteUse returns a source from the store, which the link then counts.
+func (l *Link) noteUse(bytes source.Source, facts source.Facts, name string) source.Source {
+	counts.hits.Add(1)
+	counts.hitBytes.Add(bytes.Size())
 	l.mu.Lock()
 	l.users++
-	l.names = append(l.names, name.name)
+	l.names = append(l.names, name)
 	l.mu.Unlock()
 	return &hostFile{Source: bytes, facts: facts, leave: l.leave}
 }
 
-// connect returns the client, or nil if the store cannot be reached.
-func (l *Link) connect(ctx context.Context) *Client {
+// readsFiles says in notices what a load without its store does.
+const readsFiles = "reading the files instead"
+
+// connect returns the client, or nil if the store cannot be reached. instead is as for fail.
+func (l *Link) connect(ctx context.Context, instead string) *Client {
 	l.mu.Lock()
 	if l.client != nil || l.isLost {
 		defer l.mu.Unlock()
@@ -176,7 +192,7 @@ func (l *Link) connect(ctx context.Context) *Client {
 	if err != nil && ctx.Err() == nil {
 		if l.isAsked || !errors.Is(err, errs.ErrNotFound) {
 			counts.lost.Add(1)
-			l.fail(err)
+			l.fail(err, instead)
 		} else {
 			l.mu.Lock()
 			l.isLost = true
@@ -186,8 +202,8 @@ func (l *Link) connect(ctx context.Context) *Client {
 	return client
 }
 
-// fail reads this and later files of the model without the store.
-func (l *Link) fail(err error) {
+// fail continues without the store. instead says how, if this is the first failure.
+func (l *Link) fail(err error, instead string) {
 	l.mu.Lock()
 	again := l.isLost
 	l.isLost = true
@@ -197,7 +213,7 @@ func (l *Link) fail(err error) {
 		if at, ok := errors.AsType[*errs.At](err); ok && at.Source == path {
 			err = at.Err
 		}
-		source.Notice(fmt.Sprintf("host store %s: %s: reading the files instead", path, errs.Message(err)))
+		source.Notice(fmt.Sprintf("host store %s: %s: %s", path, errs.Message(err), instead))
 	}
 }
 
@@ -217,27 +233,33 @@ func (h *hostFile) Close() error {
 	return err
 }
 
-// absentFile is a local file that the store does not have. When it is closed after a load, it is put into the store
-// in the background.
+// absentFile is a local file that the store does not have. It is put into the store in the background, from the
+// beginning of a load.
 type absentFile struct {
 	source.Source
 	link *Link
 	name string
 	once sync.Once
+	pace *pace
+}
+
+// startPut puts the file into the store, unless that is being done or cannot be done.
+func (m *absentFile) startPut() {
+	_ = m.pace.read.WithFD(func(fd int) error {
+		puts.add(m.link.path, m.name, fd, m.URI(), m.pace)
+		return nil
+	})
 }
 
 func (m *absentFile) Close() error {
 	m.once.Do(func() {
+		close(m.pace.loaded)
 		m.link.mu.Lock()
 		isRead := m.link.isRead
 		m.link.mu.Unlock()
-		if !isRead {
-			return
+		if isRead {
+			m.startPut()
 		}
-		_ = m.Facts().File.WithFD(func(fd int) error {
-			puts.add(m.link.path, m.name, fd, m.URI())
-			return nil
-		})
 	})
 	return m.Source.Close()
 }
@@ -261,93 +283,4 @@ func CountedFiles() Counted {
 	return Counted{Hits: counts.hits.Load(), HitBytes: counts.hitBytes.Load(), Misses: counts.misses.Load(),
 		Puts: counts.puts.Load(), PutBytes: counts.putBytes.Load(), Lost: counts.lost.Load(),
 		Distrusted: counts.distrusted.Load()}
-}
-
-// puts are the files that wait to be put into a store in the background, one at a time.
-var puts = &putQueue{seen: map[string]bool{}}
-
-type putQueue struct {
-	mu      sync.Mutex
-	waiting []func()
-	seen    map[string]bool // names that wait, and names that a store has refused
-	running bool
-}
-
-// maxWaiting is how many files may wait, each with an open descriptor.
-const maxWaiting = 256
-
-// add puts an open file into the store at path, unless it was tried before.
-func (q *putQueue) add(path, name string, fd int, uri string) {
-	key := path + "\x00" + name
-	q.mu.Lock()
-	defer q.mu.Unlock()
-	if q.seen[key] || len(q.waiting) >= maxWaiting {
-		return
-	}
-	src, err := file.FromFD(fd, uri)
-	if err != nil {
-		return
-	}
-	q.seen[key] = true
-	q.waiting = append(q.waiting, func() {
-		defer src.Close()
-		if err := putFile(path, src); err != nil {
-			var no *refusalError
-			source.Notice(fmt.Sprintf("host store: %s is not kept in memory: %s", errs.OneLine(errs.RedactURI(uri)),
-				errs.Message(err)))
-			if errors.As(err, &no) && !errors.Is(err, errs.ErrMemory) { // would be refused again, after another copy
-				return
-			}
-		}
-		q.mu.Lock()
-		delete(q.seen, key)
-		q.mu.Unlock()
-	})
-	if !q.running {
-		q.running = true
-		spawn.Go("host put", q.run)
-	}
-}
-
-func (q *putQueue) run() {
-	for {
-		q.mu.Lock()
-		if len(q.waiting) == 0 {
-			q.running = false
-			q.mu.Unlock()
-			return
-		}
-		next := q.waiting[0]
-		q.waiting = q.waiting[1:]
-		q.mu.Unlock()
-		next()
-	}
-}
-
-// AwaitPuts waits up to d until no file waits to be put into a store, and reports whether that is so.
-func AwaitPuts(d time.Duration) bool {
-	for end := time.Now().Add(d); ; time.Sleep(5 * time.Millisecond) {
-		puts.mu.Lock()
-		running := puts.running
-		puts.mu.Unlock()
-		if !running || time.Now().After(end) {
-			return !running
-		}
-	}
-}
-
-// putFile puts a file into the store at path.
-func putFile(path string, src source.Source) error {
-	ctx := spawn.Context()
-	client, err := Dial(ctx, path)
-	if err != nil {
-		return err
-	}
-	defer client.Close()
-	state, err := client.Put(ctx, src, func(int64) {})
-	if err == nil && state == "kept" {
-		counts.puts.Add(1)
-		counts.putBytes.Add(src.Size())
-	}
-	return err
 }

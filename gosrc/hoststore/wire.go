@@ -26,11 +26,14 @@ const (
 	maxSize    = 1 << 50
 	maxText    = 300 // bytes of a label, an identity or a sum
 	nameLength = 64
+	maxDigests = 256 // of a find
+	maxFound   = 64  // names in its reply
 )
 
 // The commands.
 const (
 	opGet    = "get"
+	opFind   = "find"
 	opPut    = "put"
 	opSeal   = "seal"
 	opList   = "list"
@@ -49,6 +52,8 @@ type request struct {
 	// its bytes do not contain. Sum is the digest of all bytes.
 	Identity string `json:"identity,omitempty"`
 	Sum      string `json:"sum,omitempty"`
+	// Digests are the digests of tensors to find, as 32 hexadecimal digits.
+	Digests []string `json:"digests,omitempty"`
 }
 
 type reply struct {
@@ -56,10 +61,11 @@ type reply struct {
 	Error string `json:"error,omitempty"`
 	Class string `json:"class,omitempty"`
 	// Found says that the name exists. Writing says that another client is putting it.
-	Found   bool    `json:"found,omitempty"`
-	Writing bool    `json:"writing,omitempty"`
-	Size    int64   `json:"size,omitempty"`
-	Report  *Report `json:"report,omitempty"`
+	Found   bool     `json:"found,omitempty"`
+	Writing bool     `json:"writing,omitempty"`
+	Size    int64    `json:"size,omitempty"`
+	Names   []string `json:"names,omitempty"` // find: the containers with the most of the digests first
+	Report  *Report  `json:"report,omitempty"`
 }
 
 // parseRequest parses and checks a request.
@@ -82,9 +88,13 @@ func parseRequest(frame []byte) (q request, err error) {
 	switch q.Op {
 	case opGet, opPut, opSeal, opDrop:
 		isNamed = true
-	case opList, opBudget:
+	case opList, opBudget, opFind:
 	default:
 		return request{}, errs.New(errs.ErrNotSupported, "unknown command %q", errs.OneLine(q.Op[:min(len(q.Op), 30)]))
+	}
+	if len(q.Digests) > maxDigests {
+		return request{}, errs.New(errs.ErrArgument, "%d digests, but at most %d are allowed", len(q.Digests),
+			maxDigests)
 	}
 	if isNamed && (len(q.Name) != nameLength || strings.Trim(q.Name, "0123456789abcdef") != "") {
 		return request{}, errs.New(errs.ErrArgument, "a name must be %d hexadecimal digits", nameLength)

@@ -120,7 +120,7 @@ func TestNodes(t *testing.T) {
 		}
 		m := loadtest.OpenModel(t, path)
 		w := &watched{Source: m.Sources()[0]}
-		l, err := load.Of(m.Index(), w).Start(nil, load.Options{Device: fmt.Sprintf("cuda:%d", c.gpu)})
+		l, err := load.Of(m.Index(), []source.Source{w}, nil).Start(nil, load.Options{Device: fmt.Sprintf("cuda:%d", c.gpu)})
 		if err != nil {
 			t.Fatal(err)
 		}

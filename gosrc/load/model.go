@@ -119,9 +119,11 @@ func (m *Model) Distrust(err error) {
 	}
 }
 
-// Of makes a model from a validated index and its only source.
-func Of(ix *tensor.Index, src source.Source) *Model {
-	return &Model{ix: ix, held: ix, srcs: []source.Source{src}, mapp: "off", refs: 1}
+// Of makes a model from a validated index and its sources. link is nil if no source is from the host store.
+func Of(ix *tensor.Index, srcs []source.Source, link *hoststore.Link) *Model {
+	m := &Model{held: ix, mapp: "off", refs: 1, host: link}
+	m.ix, m.srcs = unpack.Model(ix, srcs)
+	return m
 }
 
 // Names returns the tensor names that index.json files list, without opening a shard. ok is false if some of the files

@@ -17,11 +17,13 @@ import (
 
 	"github.com/overwire/overwire/gosrc/codec"
 	"github.com/overwire/overwire/gosrc/codec/blocksum"
+	"github.com/overwire/overwire/gosrc/codec/digest"
 	"github.com/overwire/overwire/gosrc/device/cuda"
 	"github.com/overwire/overwire/gosrc/device/cuda/stream"
 	"github.com/overwire/overwire/gosrc/device/pinned"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/format/overwire"
+	"github.com/overwire/overwire/gosrc/hoststore"
 	"github.com/overwire/overwire/gosrc/internal/hostmem"
 	"github.com/overwire/overwire/gosrc/internal/ordered"
 	"github.com/overwire/overwire/gosrc/internal/sizes"
@@ -29,6 +31,7 @@ import (
 	"github.com/overwire/overwire/gosrc/job"
 	"github.com/overwire/overwire/gosrc/load"
 	"github.com/overwire/overwire/gosrc/save"
+	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/source/memory"
 	"github.com/overwire/overwire/gosrc/tensor"
 	"github.com/zeebo/xxh3"
@@ -55,13 +58,17 @@ type Spec struct {
 	// Path is a local file to write in addition; "" means none.
 	Path    string `json:"path"`
 	Threads int    `json:"threads"` // 0 means one per core
+	// Digests are the digests of the tensors, in hexadecimal digits, if the host store is used.
+	Digests []string `json:"digests"`
 }
 
 // A Report describes the cost of a sleep. Bytes is the size of the tensors, with shared memory counted once. Stored is
-// their size in host memory. Staging is the GPU memory that the sleep needed while it ran.
+// their size in host memory, without Shared, which is in the host store. Staging is the GPU memory that the sleep needed
+// while it ran.
 type Report struct {
 	Bytes      int64    `json:"bytes"`
 	Stored     int64    `json:"stored"`
+	Shared     int64    `json:"shared"`
 	Staging    int64    `json:"staging"`
 	Seconds    float64  `json:"seconds"`
 	Tensors    int      `json:"tensors"`
@@ -75,6 +82,7 @@ type sleeper struct {
 	job     *job.Job
 	mode    mode
 	items   []item
+	sums    []digest.Sum // of the items, if the container is for the host store
 	lay     *overwire.Layout
 	mem     *pinned.Memory
 	batches []batch
@@ -89,8 +97,9 @@ type batch struct {
 	rows       []stream.PackedRange // nil after the batch is finished
 }
 
-// Sleep compresses tensors. The caller owns the returned model. Each load of the model compares all checksums, and
-// closing it releases the memory. The job counts the bytes of the tensors.
+// Sleep compresses tensors. Tensors with digests that the host store has are not compressed, and need no memory of this
+// process. The caller owns the returned model. Each load of the model compares all checksums, and closing it releases
+// the memory. The job counts the bytes of the tensors.
 func Sleep(ctx context.Context, j *job.Job, spec Spec, in []Tensor) (*load.Model, Report, error) {
 	start := time.Now()
 	s := &sleeper{Spec: spec, job: j}
@@ -103,18 +112,53 @@ func Sleep(ctx context.Context, j *job.Job, spec Spec, in []Tensor) (*load.Model
 }
 
 func (s *sleeper) runSleep(ctx context.Context, in []Tensor) (m *load.Model, err error) {
+	if len(s.Digests) == 0 {
+		ix, src, err := s.compressTensors(ctx, in)
+		if err != nil {
+			return nil, err
+		}
+		return load.Of(ix, []source.Source{src}, nil), nil
+	}
+	yes := true
+	link := hoststore.NewLink(&yes)
+	defer link.Done()
+	parts, rest, err := findParts(ctx, s, link, in)
+	ix, srcs := &tensor.Index{}, []source.Source(nil)
+	if err == nil && len(rest) > 0 {
+		var src source.Source
+		if ix, src, err = s.compressTensors(ctx, rest); err == nil {
+			srcs = append(srcs, src)
+		}
+	}
+	for i := range parts {
+		srcs = append(srcs, parts[i].Source)
+	}
+	if err == nil {
+		err = addParts(ix, parts)
+	}
+	if err != nil {
+		for _, src := range srcs {
+			_ = src.Close()
+		}
+		return nil, err
+	}
+	return load.Of(ix, srcs, link), nil
+}
+
+// compressTensors compresses tensors into an in-memory container. The caller closes the source.
+func (s *sleeper) compressTensors(ctx context.Context, in []Tensor) (ix *tensor.Index, src *memory.Memory, err error) {
 	gpu, err := gpuOf(s.Device)
 	if err != nil {
-		return nil, err
+		return nil, nil, err
 	}
 	if gpu == nil {
 		s.mode = hostMode(s.Threads)
 	} else {
-		p, err := gpu.NewPacker(s.Path != "")
+		p, err := gpu.NewPacker(s.isWhole())
 		if err != nil {
-			return nil, err
+			return nil, nil, err
 		}
-		s.mode = gpuMode(p, s.Path != "")
+		s.mode = gpuMode(p, s.isWhole())
 	}
 	defer func() {
 		s.mode.close() // no copies after this
@@ -124,26 +168,34 @@ func (s *sleeper) runSleep(ctx context.Context, in []Tensor) (m *load.Model, err
 	}()
 	s.report.Staging = s.mode.staging
 	if s.items, err = classifyTensors(in, s.mode.samples, &s.report); err != nil {
-		return nil, err
+		return nil, nil, err
 	}
 	if err := s.layOut(); err != nil {
-		return nil, err
+		return nil, nil, err
 	}
 	s.divideChunks()
 	if err := s.reserveMemory(gpu); err != nil {
-		return nil, err
+		return nil, nil, err
 	}
-	return s.makeModel(ctx)
+	return s.makeContainer(ctx)
 }
 
-// makeModel fills the memory and opens it as a model.
-func (s *sleeper) makeModel(ctx context.Context) (*load.Model, error) {
+// isWhole reports whether the container has everything that a file has.
+func (s *sleeper) isWhole() bool { return s.Path != "" || s.sums != nil }
+
+// makeContainer fills the memory.
+func (s *sleeper) makeContainer(ctx context.Context) (*tensor.Index, *memory.Memory, error) {
 	if err := s.fillMemory(ctx); err != nil {
-		return nil, err
+		return nil, nil, err
+	}
+	if s.isWhole() {
+		if err := s.completeFile(ctx); err != nil {
+			return nil, nil, err
+		}
 	}
 	if s.Path != "" {
-		if err := s.writeFile(ctx); err != nil {
-			return nil, err
+		if err := save.WriteWhole(ctx, s.Path, s.mem.Bytes(0, s.size)); err != nil {
+			return nil, nil, err
 		}
 		s.report.Files = []string{s.Path}
 	}
@@ -152,11 +204,11 @@ func (s *sleeper) makeModel(ctx context.Context) (*load.Model, error) {
 		Tensors: s.lay.Tensors, Chunks: s.lay.Chunks,
 	}
 	if err := ix.Validate(codec.Known); err != nil {
-		return nil, errs.New(errs.ErrEngine, "the in-memory container of sleeping tensors is invalid: %v", err)
+		return nil, nil, errs.New(errs.ErrEngine, "the in-memory container of sleeping tensors is invalid: %v", err)
 	}
 	src := memory.New(name, s.mem.Bytes(0, s.size), s.mem.Keep)
 	src.Compare = true
-	return load.Of(ix, src), nil
+	return ix, src, nil
 }
 
 func (s *sleeper) layOut() error {
@@ -167,10 +219,10 @@ func (s *sleeper) layOut() error {
 			Alias: t.alias, ChunkBytes: chunkBytes}
 	}
 	var metadata map[string]string
-	if s.Path != "" {
+	if s.isWhole() {
 		metadata = map[string]string{"format": "pt"}
 	}
-	lay, err := overwire.NewLayout(metadata, items, nil, false)
+	lay, err := overwire.NewLayout(metadata, items, nil, s.sums != nil)
 	if err != nil {
 		return err
 	}
@@ -345,7 +397,7 @@ func (s *sleeper) finishBatch(k, slot int) error {
 
 // hashesOnGPU reports whether a GPU computes the sums for a tensor's hash. It does so for tensors that it encodes.
 func (s *sleeper) hashesOnGPU(t *item) bool {
-	return s.mode.gpu && s.Path != "" && t.transform != 0
+	return s.mode.gpu && s.isWhole() && t.transform != 0
 }
 
 // addSums adds the sums that a GPU has computed for a batch to the hashes of its tensors.
@@ -378,10 +430,10 @@ func (s *sleeper) addSums(b *batch) error {
 	return nil
 }
 
-// writeFile hashes the tensors that no GPU has hashed, and writes the file. It hashes host tensors in their own memory.
-// The remaining GPU tensors were stored uncompressed, so it hashes them in the container. Afterwards the host memory
-// has the same bytes as the file.
-func (s *sleeper) writeFile(ctx context.Context) error {
+// completeFile hashes the tensors that no GPU has hashed, and adds the header. It hashes host tensors in their own
+// memory. The remaining GPU tensors were stored uncompressed, so it hashes them in the container. Afterwards the host
+// memory has the same bytes as a file.
+func (s *sleeper) completeFile(ctx context.Context) error {
 	all := s.lay.Tensors
 	err := spawn.Each(ctx, "sleep hash", runtime.GOMAXPROCS(0), len(all), func(i int) error {
 		t := &all[i]
@@ -399,6 +451,13 @@ func (s *sleeper) writeFile(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
+	if s.sums != nil {
+		inOrder := make([]digest.Sum, len(all))
+		for i := range all {
+			inOrder[i] = s.sums[s.lay.Items[i]]
+		}
+		s.lay.Digests = overwire.Digests(inOrder)
+	}
 	front, size, err := s.lay.Seal(codec.Known)
 	if err != nil {
 		return err
@@ -407,5 +466,5 @@ func (s *sleeper) writeFile(ctx context.Context) error {
 		return errs.New(errs.ErrEngine, "the in-memory container has %d bytes, expected %d", s.size, size)
 	}
 	copy(s.mem.Bytes(0, int64(len(front))), front)
-	return save.WriteWhole(ctx, s.Path, s.mem.Bytes(0, size))
+	return nil
 }

@@ -164,8 +164,12 @@ class Undisturbed:
         self._note = lambda number, frame: numbers.append(number)  # without self, which would be a cycle
 
     def __enter__(self) -> None:
+        import gc
+
         try:
-            self._collects = pause_collector()
+            self._collects = gc.isenabled()  # first, because Ctrl-C may interrupt the next line
+            if self._collects:
+                pause_collector()
             for number in range(1, _signal.NSIG):
                 handler = _signal.getsignal(number)
                 if callable(handler) and handler is not self._passes:
@@ -179,15 +183,15 @@ class Undisturbed:
 
     def __exit__(self, *exc: object) -> None:
         try:
+            if self._collects:  # while Ctrl-C is still delayed
+                resume_collector()
+                self._collects = False
             while self._handlers:
                 number = next(iter(self._handlers))
                 if _signal.getsignal(number) is self._note:
                     _signal.signal(number, self._handlers[number])
                 del self._handlers[number]
         finally:
-            if self._collects:
-                resume_collector()
-                self._collects = False
             if self._handlers:
                 self.__exit__()  # Ctrl-C interrupted it
         if self._came:

@@ -206,10 +206,11 @@ class SleepSpec(TypedDict, total=False):
     max_memory: int
     path: str
     threads: int
+    digests: list[str]
 
 
 class SleepRequest(SleepSpec, Columns, total=False):
-    pass
+    keep: bool
 
 
 class PrepareRequest(SleepRequest, total=False):

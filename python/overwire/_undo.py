@@ -24,6 +24,7 @@ class after_error(partial[object]):
     """
 
     _is_over = _tells = False
+    _delays = True
 
     def __enter__(self) -> None:
         pass
@@ -33,7 +34,8 @@ class after_error(partial[object]):
             self._is_over = True
             return
         try:
-            if not sys.is_finalizing():  # while Python is finalizing, no handler runs, and nothing can be imported
+            # While Python is finalizing, no handler runs, and nothing can be imported.
+            if self._delays and not sys.is_finalizing():
                 with Undisturbed(ctrl_c=True):
                     self._run_once(error)
         finally:
@@ -54,6 +56,13 @@ class after_error(partial[object]):
                 raise
             if second is not error:
                 _add_note(error, second)
+
+
+class after_error_at_store(after_error):
+    """Like `after_error`, for functions that wait for a server. Signal handlers run meanwhile, so Ctrl-C interrupts the
+    function, which must then leave nothing on this host."""
+
+    _delays = False
 
 
 class tell_error(after_error):

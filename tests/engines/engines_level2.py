@@ -4,7 +4,8 @@
 
 Only the calls that map and unmap GPU memory, and the engine's start, are replaced. The calls of `vllm snapshot` put a
 worker to sleep at level 2 and wake it. Every parameter and buffer must have the same bytes as after vLLM's own load,
-and vLLM's reload must not begin. If the files or weights have changed, it must begin.
+and vLLM's reload must not begin. If the files or weights have changed, it must begin. At level 1, all workers of a
+model must use one copy of its weights in the host store.
 
 --measure uses a model of 0.5 GB and prints the seconds of vLLM's reload, and of waking with overwire's file.
 """
@@ -179,10 +180,7 @@ def check(name: str, load_format: str, root: Path, where: Where, watch: Watch) -
         cycle(f"{what}, {step}", worker, theirs, watch, 0, "restored")
     if name != "llama":
         return
-    worker.sleep(1)
-    worker.wake_up()
-    if wrong := base.differences(base.state(worker.model_runner.model), theirs):
-        raise SystemExit(f"{what}, level 1: {wrong}")
+    share(what, worker, theirs)
     worker.checkpoint_prepare()
     worker.checkpoint_restore()
     with torch.no_grad():
@@ -200,6 +198,21 @@ def check(name: str, load_format: str, root: Path, where: Where, watch: Watch) -
     worker.reload_weights(weights_path=str(path))
     if wrong := base.differences(base.state(worker.model_runner.model), theirs):
         raise SystemExit(f"{what}, from a path: {wrong}")
+
+
+def share(what: str, worker: Any, theirs: dict[str, Any]) -> None:
+    """Tests level 1 with the host store, which has one copy of the weights of all workers with the same model."""
+    worker.sleep(1)
+    asleep = worker.sleep_mode_backend._asleep
+    if asleep.stored or not asleep.shared:
+        raise SystemExit(f"{what}, level 1: {asleep}")
+    names = [entry["name"] for entry in base.host_entries() if "sleeping" in entry["label"]]
+    worker.wake_up()
+    if wrong := base.differences(base.state(worker.model_runner.model), theirs):
+        raise SystemExit(f"{what}, level 1: {wrong}")
+    if len(names) != 1:
+        raise SystemExit(f"{what}, level 1: the host store has {names}")
+    print(f"  {what}, level 1: {asleep.nbytes} bytes sleep in the host store", flush=True)
 
 
 def measure(root: Path, where: Where, watch: Watch) -> None:
@@ -238,7 +251,9 @@ def rank_main(root: Path, world: int, rank: int, port: int, names: list[str]) ->
 
 def run(root: Path, env: dict[str, str], names: list[str], make: Callable[[Path], None]) -> None:
     make(root)
-    base.run_ranks(__file__, root, 1, names, env | {"OVERWIRE_SLEEP_IMAGES": str(root / "images")})
+    settings = {"OVERWIRE_SLEEP_IMAGES": str(root / "images"), "OVERWIRE_HOST": str(root / "socket")}
+    with base.host_store(env | settings):
+        base.run_ranks(__file__, root, 1, names, env | settings)
 
 
 def make_large(root: Path) -> None:

@@ -8,6 +8,8 @@ the updater are the released ones. No whole model is built. It is a script becau
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 import tempfile
 import types
@@ -120,6 +122,15 @@ def updated(base: Path, tensors: dict[str, torch.Tensor]) -> None:
     print("  SGLang's updater: all weights, some weights, after a failure")
 
 
+def read_hosted(folder: str) -> dict[str, torch.Tensor]:
+    """Reads a model with the option host."""
+    from sglang.srt.configs.load_config import LoadConfig
+    from sglang.srt.model_loader.loader import DefaultModelLoader, get_model_loader
+
+    loader = get_model_loader(LoadConfig(load_format="overwire", model_loader_extra_config={"host": True}))
+    return dict(loader._get_weights_iterator(DefaultModelLoader.Source(folder, None)))
+
+
 def main(base: Path) -> None:
     sys.path.insert(0, str(tiny.plug_in(base)))
     tensors = tiny.weights(tiny.LLAMA)
@@ -144,11 +155,16 @@ def main(base: Path) -> None:
         print(f"  {folder.name}: {len(found)} tensors equal the saved ones")
         planned(loader, str(folder), tensors)
     updated(base, tensors)
+    with tiny.host_store(os.environ):
+        tiny.check_host_store(lambda: tiny.differences(read_hosted(str(folders[1])), tensors))
     refused("unknown key 'speed'", lambda: get_model_loader(LoadConfig(load_format="overwire", model_loader_extra_config={"speed": 1})))
     refused("'nonsense' is not a valid LoadFormat", lambda: LoadConfig(load_format="nonsense"))
     print("SGLang reads through overwire")
 
 
 if __name__ == "__main__":
-    with tempfile.TemporaryDirectory(prefix="overwire-sglang-") as made:
-        main(Path(made))
+    if sys.argv[1:]:
+        main(Path(sys.argv[1]))
+        sys.exit()
+    with tempfile.TemporaryDirectory(prefix="overwire-sglang-") as made:  # also for the socket of the host store
+        sys.exit(subprocess.call([sys.executable, __file__, made], env={**os.environ, "XDG_RUNTIME_DIR": made}))

@@ -19,7 +19,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -204,10 +204,12 @@ def fails(what: str, words: tuple[str, ...], call: Any) -> None:
 
 
 def without_kernels() -> None:
-    """Replaces the compiled repacking of experts with vLLM's function that does nothing."""
+    """Replaces the compiled repacking of weights with functions that do nothing."""
+    from vllm.model_executor.layers import utils
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
     from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 
+    utils.check_cpu_sgl_kernel = lambda *_: False  # True on processors with AMX
     UnquantizedFusedMoEMethod.process_weights_after_loading = QuantizeMethodBase.process_weights_after_loading
 
 
@@ -270,7 +272,10 @@ def rank_main(base: Path, world: int, rank: int, port: int, urls: list[str]) -> 
                     raise SystemExit(
                         f"{name}, {kind}, rank {rank} of {world}: differs from vLLM's own load: {wrong}, or not planned: {plans}"
                     )
-                print(f"  {name}, {kind}: {len(theirs)} tensors equal vLLM's own load, {sum(plans)} slices planned", flush=True)
+                print(
+                    f"  {name}, {kind}: {len(theirs)} tensors equal vLLM's own load, {sum(plans)} slices planned",
+                    flush=True,
+                )
                 if plan and world > 1 and kind == "plain":  # parts of small tensors share chunks
                     shared(at / kind, read)
             run_plan.APART, record_copies.EARLY = normal
@@ -283,6 +288,9 @@ def rank_main(base: Path, world: int, rank: int, port: int, urls: list[str]) -> 
         )
         bad(base, port)
         joins(base / "llama/compressed", port)
+        with host_store(os.environ):
+            theirs = state(load(base / "llama/plain", 1, 0, port, "safetensors")[0])
+            check_host_store(lambda: differences(state(load_hosted(base / "llama/compressed", port)), theirs))
 
 
 def from_store(base: Path, rank: int, port: int, url: str) -> None:
@@ -306,9 +314,7 @@ def shared(path: Path, read: list[int]) -> None:
     every: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(every, read[0] if len(read) == 1 else None)
     stored = sum(file.stat().st_size for file in path.glob("*.safetensors"))
-    most = (
-        1.5 if path.parent.name == "experts" else 1.05
-    )  # a rank also reads small gaps between its experts
+    most = 1.5 if path.parent.name == "experts" else 1.05  # a rank also reads small gaps between its experts
     if None in every or sum(every) > most * stored:
         raise SystemExit(f"{path}: the ranks have read {every} bytes of {stored}")
     print(f"    the ranks read {every} bytes, {sum(every) / stored:.3f} of the files", flush=True)
@@ -348,6 +354,27 @@ def joins(path: Path, port: int) -> None:
     print(f"  bytes read without and with a preload: {read}, of {size} in the files")
     if read[0] - read[1] < size * 0.8:
         raise SystemExit("the load did not join the preload")
+
+
+def load_hosted(path: Path, port: int) -> Any:
+    return load(path, 1, 0, port, "overwire", {"host": True})[0]
+
+
+def check_host_store(differ: Callable[[], Any]) -> None:
+    """Loads a model that the host store does not have, and then again from the store. differ: loads it, and returns
+    what is wrong."""
+    import overwire
+
+    for source in ("files", "host store"):
+        before = overwire.metrics().host
+        if wrong := differ():
+            raise SystemExit(f"the host store: {wrong}")
+        now = overwire.metrics().host
+        hits, misses = now.hits - before.hits, now.misses - before.misses
+        if (hits > 0, misses > 0) != (source == "host store", source == "files"):
+            raise SystemExit(f"the host store: {hits} hits and {misses} misses instead of the {source}")
+        overwire.quiesce(timeout=60)  # waits until the files are in the store
+    print(f"  host store: {hits} files from memory", flush=True)
 
 
 def bad(base: Path, port: int) -> None:
@@ -397,7 +424,11 @@ def environment(base: Path, site: Path) -> dict[str, str]:
         "OMP_NUM_THREADS": "1",
     }
     env.update(
-        VLLM_NO_USAGE_STATS="1", HF_HUB_OFFLINE="1", VLLM_CACHE_ROOT=str(base / "cache"), VLLM_CPU_KVCACHE_SPACE="1"
+        XDG_RUNTIME_DIR=str(base),  # of the host store
+        VLLM_NO_USAGE_STATS="1",
+        HF_HUB_OFFLINE="1",
+        VLLM_CACHE_ROOT=str(base / "cache"),
+        VLLM_CPU_KVCACHE_SPACE="1",
     )
     return env
 
@@ -407,6 +438,28 @@ def free_port() -> int:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return int(s.getsockname()[1])
+
+
+HOST_STORE = [sys.executable, "-m", "overwire", "host"]
+
+
+@contextlib.contextmanager
+def host_store(env: Mapping[str, str]) -> Iterator[None]:
+    """Runs the host store of an environment."""
+    command = [*HOST_STORE, "--budget", "1GB"]
+    store = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    try:
+        assert store.stdout is not None and store.stdout.readline()
+        yield
+    finally:
+        store.kill()
+        store.wait()
+
+
+def host_entries() -> list[dict[str, Any]]:
+    """Returns the entries of the host store."""
+    entries: list[dict[str, Any]] = json.loads(subprocess.check_output([*HOST_STORE, "list", "--json"]))["entries"]
+    return entries
 
 
 @contextlib.contextmanager

@@ -108,7 +108,9 @@ worker.backend = backend
 asked = []
 ready, backend.prepare = backend.prepare, lambda: asked.append(1)
 for enabled, name in ((True, "overwire"), (True, "cumem"), (False, "overwire")):
-    worker.vllm_config = types.SimpleNamespace(model_config=types.SimpleNamespace(enable_sleep_mode=enabled, sleep_mode_backend=name))
+    worker.vllm_config = types.SimpleNamespace(
+        model_config=types.SimpleNamespace(enable_sleep_mode=enabled, sleep_mode_backend=name),
+        load_config=types.SimpleNamespace(load_format="auto"))
     assert worker.load_model(load_dummy_weights=name) == name
 assert asked == [1] and worker.loads == 3
 ready()
@@ -133,7 +135,7 @@ assert ALLOCATOR.calls[-1] == ("discard", ("kv_cache",))
 assert backend.preserves_compiled_artifacts()
 """
 
-LEVEL2 = """
+WORKER = """
 folder, images = os.path.join(base, "model"), os.path.join(base, "images")
 os.environ["OVERWIRE_SLEEP_IMAGES"] = images  # before the engine starts
 import logging, overwire, shutil
@@ -197,6 +199,9 @@ class Worker(gpu_worker.Worker):
         assert ALLOCATOR.calls == (["reload", "reset"] if reloads else ["reset"]), ALLOCATOR.calls
         assert self.is_right() and (said in " ".join(lines)), lines
         self.backend.finish_storing()
+"""
+
+LEVEL2 = """
 one = Worker().start()
 for _ in range(3):
     one.cycle(False)
@@ -280,6 +285,52 @@ one.cycle(True)
 assert not lines and os.listdir(images) == before
 """
 
+HOST = """
+import json, subprocess, sys
+os.environ["OVERWIRE_HOST"] = os.path.join(base, "socket")
+command = [sys.executable, "-m", "overwire", "host"]
+server = subprocess.Popen([*command, "--budget", "1GB"], stdout=subprocess.PIPE, text=True)
+assert "socket" in server.stdout.readline()
+WORKER
+sleeping.setting = lambda name: "auto" if name == "OVERWIRE_HOST" else ""
+def nap(worker, stored, shared, end=None):
+    worker.sleep(1)
+    assert not any(held.any() for held in worker.model.memory)
+    asleep = worker.backend._asleep
+    assert bool(asleep.stored) == stored and bool(asleep.shared) == shared, asleep
+    if end:
+        end()
+    worker.wake_up()
+    assert worker.is_right()
+one = Worker().start()
+nap(one, False, True)
+two = Worker().start()
+nap(two, False, True)
+entries = json.loads(subprocess.check_output([*command, "list", "--json"]))["entries"]
+assert len(entries) == 1 and entries[0]["users"] == 0, entries
+two.model.memory[1][5] += 1  # only changed allocations are encoded
+two.want = [held.clone() for held in two.model.memory]
+nap(two, True, True)
+
+def end():
+    server.kill()
+    server.wait()
+nap(two, True, True, end)
+nap(two, True, False)
+del lines[:]
+one = Worker().start()
+one.backend.finish_storing()
+assert len(lines) == 1 and "own memory" in lines[0], lines
+nap(one, True, False)
+two = Worker()
+two.vllm_config.load_config.load_format = "overwire"
+two.vllm_config.load_config.model_loader_extra_config = {"host": False}
+del lines[:]
+two.start()
+nap(two, True, False)
+assert len(lines) == 1 and "sleep in" in lines[0], lines
+"""
+
 
 def test_vllm_sleeps(tmp_path: Path) -> None:
     """Waking restores the memory of any weights bit for bit. vLLM handles all other memory."""
@@ -291,4 +342,11 @@ def test_level_2_restores_the_weights(tmp_path: Path) -> None:
     """The weights of a level-2 sleep come from their file, so that `reload_weights` reads nothing. If the file, the
     weights or the model's files have changed, vLLM's own reload runs."""
     test_live.stand_ins(tmp_path / "vllm", {**test_vllm.VLLM, **SLEEP})
-    test_vllm.run(tmp_path, test_vllm.REGISTER + test_vllm.PRELUDE + LEVEL2, tmp_path)
+    test_vllm.run(tmp_path, test_vllm.REGISTER + test_vllm.PRELUDE + WORKER + LEVEL2, tmp_path)
+
+
+def test_engines_share_the_host_store(tmp_path: Path) -> None:
+    """Engines with equal weights sleep with one copy of them in the host store, and wake without the store."""
+    test_live.stand_ins(tmp_path / "vllm", {**test_vllm.VLLM, **SLEEP})
+    program = test_vllm.REGISTER + test_vllm.PRELUDE + HOST.replace("WORKER", WORKER)
+    test_vllm.run(tmp_path, program, tmp_path)

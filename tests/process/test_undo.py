@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
@@ -114,7 +115,8 @@ def run_interrupted(interrupt: Interrupt, calls: list[int]) -> type[BaseExceptio
 
 
 def test_ctrl_c_at_any_line_undoes_once() -> None:
-    """Whichever line Ctrl-C interrupts, the function runs exactly once, and no signal handler stays changed."""
+    """Whichever line Ctrl-C interrupts, the function runs exactly once, no signal handler stays changed, and the cycle
+    collector runs."""
     before = signal.getsignal(signal.SIGINT)
     at, kinds = 0, set()
     while True:
@@ -122,7 +124,7 @@ def test_ctrl_c_at_any_line_undoes_once() -> None:
         interrupt, calls = Interrupt(at), list[int]()
         kinds.add(kind := run_interrupted(interrupt, calls))
         assert calls == [1], at
-        assert signal.getsignal(signal.SIGINT) is before, at
+        assert signal.getsignal(signal.SIGINT) is before and gc.isenabled(), at
         if interrupt.count < at:
             assert kind is ValueError
             break
@@ -204,3 +206,49 @@ def test_a_closed_generator_is_not_kept() -> None:
     next(stream)
     stream.close()  # type: ignore[attr-defined]
     assert failure.error is None
+
+
+HANGS = """
+import http.server, os, signal, sys, threading
+import torch
+import torch.distributed.checkpoint as dcp
+from overwire.checkpoints import CheckpointWriter
+
+ended = threading.Event()
+
+class Server(http.server.BaseHTTPRequestHandler):
+    # A store without objects that never answers writes and removals. Each of them causes Ctrl-C.
+    def do_GET(self):
+        self.send_error(404)
+    do_HEAD = do_GET
+    def do_PUT(self):
+        print(self.command, flush=True)
+        os.kill(os.getpid(), signal.SIGINT)
+        if self.command == "PUT":  # the first one ends the save, the second one the wait for its thread
+            ended.wait(0.3)
+            os.kill(os.getpid(), signal.SIGINT)
+        ended.wait(30)
+        if not ended.is_set():
+            print("too late", flush=True)
+    do_POST = do_DELETE = do_PUT
+    def log_message(self, *words):
+        pass
+
+server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Server)
+server.daemon_threads = True
+threading.Thread(target=server.serve_forever, daemon=True).start()
+options = {"endpoint_url": f"http://127.0.0.1:{server.server_port}", "key": "k", "secret": "s", "region": "r"}
+try:
+    dcp.save({"w": torch.ones(9)}, storage_writer=CheckpointWriter("s3://b/ck", storage_options=options), no_dist=True)
+except BaseException as error:  # torch wraps KeyboardInterrupt
+    ended.set()
+    print("KeyboardInterrupt" in str(error), flush=True)
+print(signal.getsignal(signal.SIGINT) is signal.default_int_handler, flush=True)
+os._exit(0)  # the thread still waits
+"""
+
+
+def test_ctrl_c_ends_the_removal_from_a_store(torch_script: Callable[..., Any]) -> None:
+    """Ctrl-C ends a checkpoint's save to a store that does not answer, also while the save removes its objects."""
+    done = torch_script(HANGS)
+    assert done.stdout.split() == ["PUT", "DELETE", "True", "True"], done.stdout + done.stderr

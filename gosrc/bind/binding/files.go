@@ -50,6 +50,7 @@ func (q saveRequest) isBrief() bool { return q.brief }
 
 type sleepRequest struct {
 	sleep.Spec
+	Keep bool `json:"keep"` // put the tensors into the host store instead
 	columns
 }
 
@@ -385,6 +386,9 @@ func startSleep(v *Verb, q sleepRequest, n []int64) (*entry, error) {
 		return nil, err
 	}
 	return v.background(q, func(ctx context.Context, j *job.Job) (any, error) {
+		if q.Keep {
+			return sleep.KeepOnHost(ctx, j, q.Spec, in)
+		}
 		m, rep, err := sleep.Sleep(ctx, j, q.Spec, in)
 		if err != nil {
 			return none{}, err

@@ -19,9 +19,11 @@ package digest
 import (
 	"context"
 	"encoding/binary"
+	"encoding/hex"
 	"fmt"
 	"sync"
 
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 )
 
@@ -49,6 +51,15 @@ type Sum struct{ High, Low uint64 }
 
 // String returns the digest as 32 hex digits, the high half first.
 func (s Sum) String() string { return fmt.Sprintf("%016x%016x", s.High, s.Low) }
+
+// ParseSum returns the digest that String has written.
+func ParseSum(text string) (s Sum, err error) {
+	b, err := hex.DecodeString(text)
+	if err != nil || len(b) != 16 {
+		return Sum{}, errs.New(errs.ErrArgument, "invalid digest %.40q: expected 32 hexadecimal digits", text)
+	}
+	return Sum{binary.BigEndian.Uint64(b), binary.BigEndian.Uint64(b[8:])}, nil
+}
 
 // A State is the sum of a part of a tensor. The zero State is empty. The States of disjoint parts can be merged. A
 // State is not safe for concurrent use.

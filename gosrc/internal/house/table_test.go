@@ -95,9 +95,10 @@ var mayImport = map[string][]string{
 	"gather": {"device/cuda", "device/cuda/stream", "peers", "errs"},
 
 	// The commands.
-	"stored":    {"codec", "format", "format/overwire", "source", "source/open", "tensor", "errs", "internal/..."},
-	"unpack":    {"stored", "codec", "source", "tensor", "errs", "internal/..."},
-	"hoststore": {"codec", "format", "source", "source/file", "knob", "tensor", "errs", "internal/..."},
+	"stored": {"codec", "format", "format/overwire", "source", "source/open", "tensor", "errs", "internal/..."},
+	"unpack": {"stored", "codec", "source", "tensor", "errs", "internal/..."},
+	"hoststore": {"codec", "codec/digest", "format", "format/overwire", "stored", "source", "source/file", "knob", "tensor",
+		"errs", "internal/..."},
 	"load": {"hoststore", "format/...", "plan", "pipeline", "unpack", "codec", "codec/digest", "source", "source/open",
 		"source/memory", "device/...", "job",
 		"knob", "tensor", "errs", "internal/..."},
@@ -120,7 +121,8 @@ var mayImport = map[string][]string{
 	"delta": {"convert", "save", "save/publish", "codec", "codec/delta", "codec/digest", "format", "format/overwire", "format/safetensors",
 		"source", "source/memory", "source/open", "device", "device/cuda", "device/cuda/stream",
 		"job", "tensor", "errs", "internal/..."},
-	"sleep": {"load", "save", "format/overwire", "source/memory", "codec", "codec/blocksum", "codec/x16", "device",
+	"sleep": {"load", "save", "hoststore", "format/overwire", "source", "source/memory", "codec", "codec/blocksum", "codec/digest",
+		"codec/x16", "device",
 		"device/cuda", "device/cuda/...", "device/pinned", "job", "tensor", "errs", "internal/..."},
 	"preload": {"load", "source", "source/file", "source/open", "job", "device", "knob", "tensor", "errs",
 		"internal/..."},

@@ -199,11 +199,11 @@ class Place:
     def drop(self) -> None:
         """Removes everything that this rank has written and that was not published, and unlocks the destination."""
         objects, self._objects = self._objects, []
-        if objects:
-            with contextlib.suppress(OverwireError):  # the save raises its own error
-                remove_objects(objects[::-1], self.options)  # files that list other files are removed first
         state, self._own_folder = self._own_folder, None
         try:
+            if objects:
+                with contextlib.suppress(OverwireError):  # the save raises its own error
+                    remove_objects(objects[::-1], self.options)  # files that list other files are removed first
             if state is not None:
                 with contextlib.suppress(OSError, OverwireError):  # both checkpoints stay after an error
                     self._take_back(state)

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from .._imports import start_thread
-from .._undo import after_error
+from .._undo import after_error, after_error_at_store
 from ..errors import ArgumentError, NotSupportedError
 from ..frameworks.memory import check_memory
 from ..frameworks.spec import JoinedTensor
@@ -156,7 +156,7 @@ class CheckpointWriter(Located, StorageWriter):
         items = {item.index: item for item in plan.items}
         results: list[WriteResult] = []
         exchange = Exchange(self._take_group(duty), duty, lambda index: _tensor_of(planner, items[index]))
-        with after_error(self._drop_save, exchange):
+        with self._undo_kind()(self._drop_save, exchange):
             with ThreadPoolExecutor(_AT_ONCE, "overwire-checkpoint") as pool:
                 saves: deque[Executed[list[WriteResult]]] = deque()
 
@@ -212,10 +212,13 @@ class CheckpointWriter(Located, StorageWriter):
         place, manifest = self._place, self._duty.manifest
         files = [file for part in manifest.parts for file in part.files]
         place.take_over(files)
-        with after_error(self._drop_place):
+        with self._undo_kind()(self._drop_place):
             place.write(NAME, encode(manifest))  # in a store, this succeeds for only one of several saves
             _write_indexes(place, manifest, results)
         place.publish([*files, NAME])
+
+    def _undo_kind(self) -> type[after_error]:
+        return after_error_at_store if self._place is not None and self._place.remote else after_error
 
     def _drop_save(self, exchange: Exchange) -> None:
         if not exchange.group_is_usable:

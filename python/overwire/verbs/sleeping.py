@@ -19,12 +19,13 @@ from .._undo import after_error
 from ..errors import ArgumentError, DeadlineError, ForkedError, NotSupportedError, OutOfMemoryError
 from ..frameworks.choose import check_device, frame_for, frame_of
 from ..frameworks.frame import overlaps_itself
-from ..jobs import Job, check_wait, log, time_limit
+from ..jobs import Job, check_wait, heed, log, time_limit
 from ..model.opened import Model
 from ..model.options import check_values, parse_size
 from ..model.storageoptions import StorageOptions
 from ..paths import is_remote, local_file
 from ..progress import ProgressLike, Watcher, watch
+from .digest import _digests_of
 from .into import ALL, place_of
 from .save import save_bytes
 
@@ -58,6 +59,8 @@ class Asleep(HandleOwner):
         self.nbytes: int = 0
         #: Bytes of host memory that they take; 0 once it is freed.
         self.stored: int = 0
+        #: Bytes that they take in the host store, which other processes share; 0 once they are not used.
+        self.shared: int = 0
         #: Freed bytes of the tensors' own memory.
         self.released: int = 0
         self._models: dict[str, Model] = {}
@@ -128,7 +131,7 @@ class Asleep(HandleOwner):
             self._give_up()
 
     def _give_up(self) -> None:
-        models, self._models, self.stored = self._models, {}, 0
+        models, self._models, self.stored, self.shared = self._models, {}, 0, 0
         for model in models.values():
             model.close()
 
@@ -165,6 +168,7 @@ class Asleep(HandleOwner):
         report = job.report()
         self.nbytes += report["bytes"]
         self.stored += report["stored"]
+        self.shared += report["shared"]
         self._wakes[device] = [one for one in _distinct_sleepers(stored) if one.nbytes]
 
     def _take_memory(self) -> None:
@@ -186,7 +190,7 @@ class Asleep(HandleOwner):
     def __repr__(self) -> str:
         state = "closed" if self._wakes else "awake"
         if self._models:
-            state = f"{self.stored} bytes stored, {self.released} released"
+            state = f"{self.stored} bytes stored, {self.shared} shared, {self.released} released"
         return f"Asleep({self.nbytes} bytes, {state})"
 
     def __enter__(self) -> Asleep:
@@ -212,6 +216,7 @@ def sleep(
     *,
     max_memory: int | str | None = None,
     to_file: str | PathLike[str] | None = None,
+    host: bool = False,
     release: bool = True,
     progress: ProgressLike = None,
     timeout: float | None = None,
@@ -233,6 +238,10 @@ def sleep(
     max_memory: the most host memory that the stored bytes may take ("12GB", int). Their size is estimated beforehand.
     to_file: a path or URI where the tensors are also saved. If all tensors are on one device, a local file is made from
         the stored bytes. In other cases the file is written by `save_file`, and takes as long.
+    host: use the host store (`overwire host`). Tensors with a digest that it has are not compressed, and take no memory
+        of this process: `prepare_sleep(host=True)` puts them there. Tensors that have changed since are compressed as
+        usual. The store may end while the tensors sleep, and if it fails before, a warning says so and all tensors
+        are compressed. Not with to_file.
     release: free the tensors' memory. On a GPU it returns to torch's allocator (`torch.cuda.empty_cache()` makes it
         available to other processes). Memory stays, with its values, if the tensors do not cover it completely or if
         it does not belong to torch (small loaded tensors, mapped files, shared memory). `Asleep.released` counts the
@@ -252,8 +261,10 @@ def sleep(
     frame_for("torch")
     tensors_by_name = _collect_tensors(tensors)
     groups: dict[str, list[_Sleeper]] = {}
-    check_values(release=release, storage_options=storage_options)
+    check_values(release=release, host=host, storage_options=storage_options)
     end = time_limit(timeout)
+    if host and to_file is not None:
+        raise ArgumentError("overwire: sleep: host and to_file cannot be combined")
     path = "" if to_file is None else local_file(to_file)
     places = {name: place_of(tensor) for name, tensor in tensors_by_name.items()}
     # The stored bytes of a single device make a local file. Other files are saved separately.
@@ -269,7 +280,10 @@ def sleep(
         jobs: list[tuple[str, list[_Sleeper], Job, Callable[[], Job]]] = []
         for device, sleepers in groups.items():
             to_store = sleepers if path else _distinct_sleepers(sleepers)  # a file needs all names
-            again = partial(_start_sleep, device, to_store, limit, path, end)
+            if host:
+                to_store = [one for one in to_store if one.nbytes]
+            digests = _digests_of([one.dense for one in to_store], end=end) if host else []
+            again = partial(_start_sleep, device, to_store, limit, {"path": path, "digests": digests}, end)
             job = stack.enter_context(again(watcher))
             watcher = None
             if limit:  # one device after another, because they share the limit
@@ -279,6 +293,7 @@ def sleep(
                 jobs.append((device, to_store, job, again))
         for each in jobs:
             asleep._add_device(*each)
+    heed([], host)
     if uri:
         with after_error(asleep.close):
             descriptions = [(name, frame_of(tensor).describe(tensor)) for name, tensor in tensors_by_name.items()]
@@ -286,7 +301,8 @@ def sleep(
     if release:
         asleep._storages = _free_storages(groups)
         asleep._free_memory()
-        log.info("sleep: %d bytes released, %d bytes of host memory", asleep.released, asleep.stored)
+        words = "sleep: %d bytes released, %d bytes of host memory, %d bytes of the host store"
+        log.info(words, asleep.released, asleep.stored, asleep.shared)
     return asleep
 
 
@@ -297,7 +313,7 @@ class SleepMemory(HandleOwner):
     __module__ = "overwire"
 
     def __init__(self) -> None:
-        #: Bytes that the tensors are expected to take when they sleep, for all GPUs.
+        #: Bytes that the tensors are expected to take when they sleep, for all GPUs. With host, the tensors' bytes.
         self.nbytes: int = 0
         self._jobs: dict[str, Job] = {}
         self._lock = new_lock()
@@ -327,6 +343,12 @@ class SleepMemory(HandleOwner):
         self._jobs[device] = job
         self.nbytes += job.report()["bytes"]
 
+    def _keep_on_host(self, device: str, to_store: list[_Sleeper], limit: int) -> None:
+        digests = _digests_of([one.dense for one in to_store])
+        job = self._jobs[device] = _start_sleep(device, to_store, limit, {"digests": digests, "keep": True}, None)
+        job.number.memory = to_store
+        self.nbytes += sum(one.nbytes for one in to_store)
+
     def __repr__(self) -> str:
         return f"SleepMemory({self.nbytes} bytes, {', '.join(self._jobs) or 'closed'})"
 
@@ -342,6 +364,7 @@ def prepare_sleep(
     *,
     device: DeviceLike | None = None,
     max_memory: int | str | None = None,
+    host: bool = False,
 ) -> SleepMemory:
     """Begins to allocate the pinned host memory that `sleep` will use for tensors on GPUs. The first sleep is then as
     fast as later ones. Pinning memory takes about a second for 10 GB.
@@ -354,6 +377,9 @@ def prepare_sleep(
         bytes of host memory ("10GB", int), for `device`.
     device: the GPU, if `tensors` is a number of bytes; None: torch's current GPU.
     max_memory: as for `sleep`.
+    host: put the tensors into the host store instead, unless it has them, for `sleep(host=True)` in this and other
+        processes. This compresses them in the background, so do not change them before `SleepMemory.wait` returns. It
+        also works for tensors on the host. `SleepMemory.close`, or dropping the object, ends it.
 
     One thread works in the background, only while a core of the process is idle, and uses no GPU memory. A sleep that
     starts before the end uses the memory that is ready, and allocates the rest at full speed. The memory stays until
@@ -365,6 +391,9 @@ def prepare_sleep(
     """
     limit = parse_size(max_memory, "max_memory")
     memory = SleepMemory()
+    check_values(host=host)
+    if host and (device is not None or isinstance(tensors, (int, str))):
+        raise ArgumentError("overwire: prepare_sleep: host: only for tensors")
     if isinstance(tensors, (int, str)):
         if (nbytes := parse_size(tensors, "tensors")) <= 0:
             raise ArgumentError(f"overwire: prepare_sleep: tensors {tensors!r}: expected 1 byte or more")
@@ -383,10 +412,14 @@ def prepare_sleep(
     groups: dict[str, list[_Sleeper]] = {}
     for name, tensor in _collect_tensors(tensors).items():
         place = place_of(tensor)
-        if place != "cpu" and (tensor.layout != torch.strided or _fills_extent(tensor)):  # else it is copied
+        if host or place != "cpu" and (tensor.layout != torch.strided or _fills_extent(tensor)):  # else it is copied
             groups.setdefault(place, []).append(_describe_sleeper(name, tensor, False))
     for place, sleepers in groups.items():
-        if to_store := [one for one in _distinct_sleepers(sleepers) if one.nbytes]:
+        if not (to_store := [one for one in _distinct_sleepers(sleepers) if one.nbytes]):
+            continue
+        if host:
+            memory._keep_on_host(place, to_store, max(1, limit - memory.nbytes) if limit else 0)
+        else:
             request, numbers = _sleep_request(place, to_store, max(1, limit - memory.nbytes) if limit else 0)
             memory._add_device(place, {**request, "bytes": 0}, numbers)
     return memory
@@ -408,10 +441,10 @@ def _sleep_request(device: str, stored: list[_Sleeper], limit: int) -> tuple[Sle
 
 
 def _start_sleep(
-    device: str, stored: list[_Sleeper], limit: int, path: str, end: float | None, watcher: Any = None
+    device: str, stored: list[_Sleeper], limit: int, more: SleepRequest, end: float | None, watcher: Any = None
 ) -> Job:
     request, numbers = _sleep_request(device, stored, limit)
-    request["path"] = path
+    request.update(more)
     return Job(_verbs.sleep(request, numbers), "sleep", watcher, end)
 
 

@@ -62,13 +62,13 @@ class PoolImage:
 
         start, size = time.perf_counter(), _size_of(pool)
         try:
-            digests = dict(zip(pool, overwire.digest(_by_position(pool)).values(), strict=True))
+            digests = dict(zip(pool, overwire.digest(by_position(pool)).values(), strict=True))
             facts = [(pool[address].nbytes, digest) for address, digest in digests.items()]
             name = keep_files.fingerprint("image", self.facts, facts)
             self._name, self._digests = name, digests
             self._device = str(next(iter(pool.values())).device)
             if self._find_file() is None:
-                tensors = _by_position(pool)
+                tensors = by_position(pool)
                 path = keep_files.keep_file(
                     self._folder, name, tensors, _RECORD, dict(zip(tensors, digests.values(), strict=True))
                 )
@@ -114,7 +114,7 @@ class PoolImage:
 
         if not self._digests or list(pool) != list(self._digests):
             return False
-        return list(overwire.digest(_by_position(pool)).values()) == list(self._digests.values())
+        return list(overwire.digest(by_position(pool)).values()) == list(self._digests.values())
 
     def restore_pool(self, map_pool: Callable[[], Pool]) -> None:
         """Maps the pool's memory, and loads the file into it. The file is opened meanwhile. map_pool: maps the memory,
@@ -132,7 +132,7 @@ class PoolImage:
             map_end = time.perf_counter()
             try:
                 with opening.result() as file:
-                    file.load_into((name, None, tensor) for name, tensor in _by_position(pool).items())
+                    file.load_into((name, None, tensor) for name, tensor in by_position(pool).items())
                 if not self.has_bytes_of(pool):
                     raise Damaged(f"{self._path} has other bytes than the weights that were stored")
             except (overwire.CorruptError, overwire.FormatError, Damaged) as error:
@@ -154,7 +154,8 @@ class PoolImage:
         return overwire.safe_open(path, framework="pt", device=self._device)
 
 
-def _by_position(pool: Pool) -> dict[str, torch.Tensor]:
+def by_position(pool: Pool) -> dict[str, torch.Tensor]:
+    """Returns the allocations of a pool with names that are equal in equal workers."""
     return {str(position): tensor for position, tensor in enumerate(pool.values())}
 
 

@@ -5,6 +5,9 @@ the GPU first, and reuses the pinned memory. In all other respects it works like
 captured graphs, communicators and compiled code stay valid. The KV cache is released. The pinned memory is prepared in
 the background once a worker has loaded its model.
 
+With the host store, the weights are put there when the engine is up, once for all engines of the model. Weights that
+have not changed since then sleep without a copy.
+
 Level 2 of vLLM discards the weights, and `reload_weights` reads the model again. If OVERWIRE_SLEEP_IMAGES names a
 folder, the weights are stored there when the engine is up (`image`), and waking restores them.
 
@@ -25,7 +28,7 @@ from vllm.logger import init_logger
 from ..._compat_api import setting
 from ..devices import all_agree
 from ..kept_model.keep_files import Refused, ensure_folder, fingerprint
-from .image import PoolImage
+from .image import PoolImage, by_position
 
 log = init_logger("vllm.overwire")
 
@@ -57,7 +60,8 @@ class SleepBackend(CuMemBackend):  # type: ignore[misc, unused-ignore]
         self._image: PoolImage | None = None
         self._restores = False  # whether the weights sleep, and the image restores them
         self._asleep: Any = None
-        self._memory: Any = None  # memory that is being prepared
+        self._memory: Any = None  # memory that is being prepared, or weights that are being put into the host store
+        self._host = False  # whether the host store is used
         self._dtypes: dict[int, torch.dtype] = {}  # keyed by address, because addresses do not change
 
     @classmethod
@@ -99,19 +103,20 @@ class SleepBackend(CuMemBackend):  # type: ignore[misc, unused-ignore]
             return
         if self._asleep is not None:
             raise RuntimeError("overwire: sleep: some weights are asleep and others awake: wake them first")
-        self._asleep = overwire.sleep(_by_name(self._tensors_of_blocks(blocks)), release=False)
-        size, stored_size = self._asleep.nbytes, self._asleep.stored
+        self._asleep = overwire.sleep(by_position(self._tensors_of_blocks(blocks)), release=False, host=self._host)
+        size, stored_size, shared_size = self._asleep.nbytes, self._asleep.stored, self._asleep.shared
         for data in blocks.values():
             try:
                 unmap_and_release(data.handle)
             finally:
                 data.is_asleep = True
-        log.info("overwire: %.2f GiB of weights sleep in %.2f GiB of host memory", size / 2**30, stored_size / 2**30)
+        words = "overwire: %.2f GiB of weights sleep in %.2f GiB of host memory, and %.2f GiB of the host store"
+        log.info(words, size / 2**30, stored_size / 2**30, shared_size / 2**30)
 
     def note_files(self, config: Any, is_dummy: bool) -> None:
-        """Notes which files the model is about to be loaded from, if the weights will be stored for level 2.
-        is_dummy: vLLM loads random weights."""
-        self._image = None
+        """Notes which files the model is about to be loaded from, if the weights will be stored for level 2, and
+        whether the host store is used. is_dummy: vLLM loads random weights."""
+        self._image, self._host = None, _uses_host_store(config.load_config)
         folder = str(setting("OVERWIRE_SLEEP_IMAGES"))
         if not folder:
             return
@@ -123,7 +128,9 @@ class SleepBackend(CuMemBackend):  # type: ignore[misc, unused-ignore]
             log.info("overwire: the weights will not be stored for level-2 sleep: %s", error or type(error).__name__)
 
     def store_weights(self, model: torch.nn.Module) -> None:
-        """Starts to store the weights for level 2 in the background. model: was just loaded from its files."""
+        """Starts to store the weights for level 2, and in the host store, in the background. model: was just loaded
+        from its files."""
+        self._keep_in_host_store()
         if self._image is not None and (blocks := _blocks_awake()):
             if any(getattr(parameter, "_vllm_is_uva_offloaded", False) for parameter in model.parameters()):
                 log.info("overwire: the weights will not be stored for level-2 sleep: some are on the host")
@@ -139,10 +146,32 @@ class SleepBackend(CuMemBackend):  # type: ignore[misc, unused-ignore]
                 log.warning("overwire: the weights will not be stored for level-2 sleep: %s", error)
                 self._image = None
 
+    def _keep_in_host_store(self) -> None:
+        import overwire
+
+        if self._host and self._asleep is None and (blocks := _blocks_awake()):
+            try:
+                self._memory = overwire.prepare_sleep(by_position(self._tensors_of_blocks(blocks)), host=True)
+            except overwire.OverwireError as error:
+                self._give_up_host_store(error)
+
+    def _give_up_host_store(self, error: Exception) -> None:
+        log.warning("overwire: the weights will sleep in this process's own memory: %s", error)
+        self._host = False
+        self.prepare()
+
     def finish_storing(self) -> None:
         """Waits for `store_weights`. Call it before the weights change or their memory is freed."""
+        import overwire
+
         if self._image is not None:
             self._image.finish_writing()
+        if self._host and self._memory is not None:
+            memory, self._memory = self._memory, None
+            try:
+                memory.wait()
+            except overwire.OverwireError as error:
+                self._give_up_host_store(error)
 
     def has_loaded_weights(self, config: Any) -> bool:
         """Returns whether the weights are those that were loaded from the model's files, and the files are the same.
@@ -162,14 +191,14 @@ class SleepBackend(CuMemBackend):  # type: ignore[misc, unused-ignore]
         return all_agree(parallel_state, same, ("_TP", "_PP"))
 
     def prepare(self) -> None:
-        """Starts to prepare the host memory for the first sleep, unless the weights will be stored for level 2. Logs
-        errors, because the sleep also works without this."""
+        """Starts to prepare the host memory for the first sleep, unless the weights will be stored for level 2 or in
+        the host store. Logs errors, because the sleep also works without this."""
         import overwire
 
         blocks = _blocks_awake()
-        if blocks and self._asleep is None and self._image is None:
+        if blocks and self._asleep is None and self._image is None and not self._host:
             try:
-                self._memory = overwire.prepare_sleep(_by_name(self._tensors_of_blocks(blocks)))
+                self._memory = overwire.prepare_sleep(by_position(self._tensors_of_blocks(blocks)))
             except overwire.OverwireError as error:
                 log.warning("overwire: the first sleep will take longer: %s", error)
 
@@ -223,8 +252,10 @@ def _blocks_awake() -> dict[int, Any]:
     return {ptr: data for ptr, data in blocks if data.tag == _TAG and not data.is_asleep}
 
 
-def _by_name(tensors: dict[int, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {f"{ptr:x}": tensor for ptr, tensor in tensors.items()}
+def _uses_host_store(load: Any) -> bool:
+    options = load.model_loader_extra_config if load.load_format == "overwire" else None
+    choice = (options or {}).get("host")
+    return setting("OVERWIRE_HOST") not in ("", "off") if choice is None else bool(choice)
 
 
 def _facts_of_files(config: Any) -> str:

@@ -1,0 +1,176 @@
+package hoststore
+
+// This file puts files into a store in the background, while they are loaded or afterwards.
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"runtime"
+	"sync"
+	"time"
+
+	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/internal/idle"
+	"github.com/overwire/overwire/gosrc/internal/spawn"
+	"github.com/overwire/overwire/gosrc/source"
+	"github.com/overwire/overwire/gosrc/source/file"
+)
+
+// A pace keeps a put from slowing down the load of the same file. While the load runs, the put uses one thread, and
+// only if the process leaves a core unused and the load reads through the page cache, so that the file is read once.
+// Otherwise it ends with errLater, and begins again at the end of the load.
+type pace struct {
+	loaded chan struct{} // closed when the load has ended
+	read   source.File   // the load's
+	cores  *idle.Cores   // belongs to the thread that puts
+	// The queue's mu guards these: the file was added to the queue, and has to be added again at the end of the load.
+	isAdded, isLate bool
+}
+
+var errLater = errs.New(errs.ErrCancelled, "the put must wait for the end of a load")
+
+// lookAtLoad is how long a put watches a load before it decides whether a core is unused.
+const lookAtLoad = 50 * time.Millisecond
+
+func (p *pace) isOver() bool {
+	select {
+	case <-p.loaded:
+		return true
+	default:
+		return false
+	}
+}
+
+// watchLoad watches a load that has just begun, and may not use its cores yet. It belongs to the thread that puts.
+func (p *pace) watchLoad(ctx context.Context) {
+	p.cores = idle.New()
+	select {
+	case <-p.loaded:
+	case <-ctx.Done():
+	case <-time.After(lookAtLoad):
+	}
+}
+
+// awaitCore waits for an unused core. It returns false if the load has ended; the put can then use all cores.
+func (p *pace) awaitCore() (isAhead bool, err error) {
+	if p == nil || p.isOver() {
+		return false, nil
+	}
+	if p.read.DirectBytes() == 0 && p.cores.Wait(p.isOver) {
+		return true, nil
+	}
+	if p.isOver() {
+		return false, nil
+	}
+	return false, errLater
+}
+
+// puts are the files that wait to be put into a store in the background, one at a time.
+var puts = &putQueue{seen: map[string]bool{}}
+
+type putQueue struct {
+	mu      sync.Mutex
+	waiting []func()
+	seen    map[string]bool // names that wait, and names that a store has refused
+	running bool
+}
+
+// maxWaiting is how many files may wait, each with an open descriptor.
+const maxWaiting = 256
+
+// add puts an open file into the store at path, unless that was tried before.
+func (q *putQueue) add(path, name string, fd int, uri string, p *pace) {
+	key := path + "\x00" + name
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	if q.seen[key] || p.isAdded && !p.isLate || len(q.waiting) >= maxWaiting {
+		return
+	}
+	src, err := file.FromFD(fd, uri)
+	if err != nil {
+		return
+	}
+	q.seen[key], p.isAdded, p.isLate = true, true, false
+	q.waiting = append(q.waiting, func() {
+		defer src.Close()
+		if q.putOne(path, key, src, p) {
+			q.putOne(path, key, src, p)
+		}
+	})
+	if !q.running {
+		q.running = true
+		spawn.Go("host put", q.run)
+	}
+}
+
+func (q *putQueue) run() {
+	runtime.LockOSThread() // for idle.Cores
+	defer runtime.UnlockOSThread()
+	for {
+		q.mu.Lock()
+		if len(q.waiting) == 0 {
+			q.running = false
+			q.mu.Unlock()
+			return
+		}
+		next := q.waiting[0]
+		q.waiting = q.waiting[1:]
+		q.mu.Unlock()
+		next()
+	}
+}
+
+// putOne puts a file into a store. It returns true if the put has to be repeated because a load has ended meanwhile.
+// After errLater, the end of the load adds it again.
+func (q *putQueue) putOne(path, key string, src source.Source, p *pace) (repeat bool) {
+	ctx := spawn.Context()
+	p.watchLoad(ctx)
+	err := putFile(ctx, path, src, p)
+	if err != nil && !errors.Is(err, errLater) {
+		var no *refusalError
+		source.Notice(fmt.Sprintf("host store: %s is not kept in memory: %s",
+			errs.OneLine(errs.RedactURI(src.URI())), errs.Message(err)))
+		if errors.As(err, &no) && !errors.Is(err, errs.ErrMemory) { // would be refused again, after another copy
+			return false
+		}
+	}
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	if errors.Is(err, errLater) {
+		if p.isOver() {
+			return true
+		}
+		p.isLate = true
+	}
+	delete(q.seen, key)
+	return false
+}
+
+// AwaitPuts waits up to d until no file waits to be put into a store, and reports whether that is so. Puts that have to
+// wait for the end of a load do not count.
+func AwaitPuts(d time.Duration) bool {
+	for end := time.Now().Add(d); ; time.Sleep(5 * time.Millisecond) {
+		puts.mu.Lock()
+		running := puts.running
+		puts.mu.Unlock()
+		if !running || time.Now().After(end) {
+			return !running
+		}
+	}
+}
+
+// putFile puts a file into the store at path. p is nil if no load reads it.
+func putFile(ctx context.Context, path string, src source.Source, p *pace) error {
+	client, err := Dial(ctx, path)
+	if err != nil {
+		return err
+	}
+	defer client.Close()
+	state, err := client.putPaced(ctx, src, func(int64) {}, p)
+	if err == nil && state == "kept" {
+		counts.puts.Add(1)
+		counts.putBytes.Add(src.Size())
+	}
+	return err
+}

@@ -1,0 +1,140 @@
+package sleep
+
+// This file uses the host store: for tensors that it has, and to put tensors into it.
+
+import (
+	"context"
+	"time"
+
+	"github.com/overwire/overwire/gosrc/codec"
+	"github.com/overwire/overwire/gosrc/codec/digest"
+	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/hoststore"
+	"github.com/overwire/overwire/gosrc/job"
+	"github.com/overwire/overwire/gosrc/tensor"
+)
+
+// KeepOnHost puts tensors into the host store, unless it has them already, so that Sleep need not compress them. Memory
+// for the compressed tensors is only needed meanwhile. Unlike Sleep, it returns an error if there is no store.
+func KeepOnHost(ctx context.Context, j *job.Job, spec Spec, in []Tensor) (Report, error) {
+	start := time.Now()
+	s := &sleeper{Spec: spec, job: j}
+	err := keepTensors(ctx, s, in)
+	s.report.Seconds = time.Since(start).Seconds()
+	if err != nil {
+		return Report{}, errs.Locate("sleep", "", "", -1, err)
+	}
+	return s.report, nil
+}
+
+func keepTensors(ctx context.Context, s *sleeper, in []Tensor) error {
+	yes := true
+	link := hoststore.NewLink(&yes)
+	parts, rest, err := findParts(ctx, s, link, in)
+	link.Done()
+	for i := range parts {
+		_ = parts[i].Source.Close()
+	}
+	if err != nil || len(rest) == 0 {
+		return err
+	}
+	s.report = Report{}
+	s.job.Bytes.Store(0)
+	if s.sums, err = parseDigests(s.Digests, in); err != nil {
+		return err
+	}
+	_, src, err := s.compressTensors(ctx, in)
+	if err != nil {
+		return err
+	}
+	defer s.mem.Free()
+	s.report.Shared, s.report.Stored = s.report.Stored, 0
+	return hoststore.KeepBytes(ctx, src)
+}
+
+// A foundPart is a container of the host store, with the names of the sleeping tensors that have the bytes of its
+// tensors: one for each tensor of its index, or "".
+type foundPart struct {
+	hoststore.Part
+	names []string
+}
+
+// findParts looks for tensors in the host store, and returns those that it does not have. The caller closes the
+// sources, also after an error.
+func findParts(ctx context.Context, s *sleeper, link *hoststore.Link, in []Tensor) (parts []foundPart, rest []Tensor,
+	err error) {
+	sums, err := parseDigests(s.Digests, in)
+	if err != nil {
+		return nil, nil, err
+	}
+	want := map[digest.Sum][]int{} // the tensors with a digest, which each need a tensor of the store
+	var all []digest.Sum
+	for i, sum := range sums {
+		if len(in[i].Data) > 0 {
+			want[sum] = append(want[sum], i)
+			all = append(all, sum)
+		}
+	}
+	isFound := make([]bool, len(in))
+	for _, p := range hoststore.FindParts(ctx, link, all) {
+		f, isUsed := foundPart{p, make([]string, len(p.Digests))}, false
+		for k, sum := range p.Digests {
+			t := &p.Index.Tensors[k]
+			if at := want[sum]; len(at) > 0 && t.Alias < 0 && t.Bytes == int64(len(in[at[0]].Data)) {
+				f.names[k], want[sum] = in[at[0]].Name, at[1:]
+				isFound[at[0]] = true
+				s.report.Tensors++
+				s.report.Bytes += t.Bytes
+				s.report.Shared += t.Stored
+				s.job.Bytes.Add(t.Bytes)
+				isUsed = true
+			}
+		}
+		if !isUsed { // tensors of other sizes
+			_ = p.Source.Close()
+			continue
+		}
+		parts = append(parts, f)
+	}
+	for i := range in {
+		if !isFound[i] {
+			rest = append(rest, in[i])
+		}
+	}
+	if ctx.Err() != nil {
+		err = errs.Cause(ctx)
+	}
+	return parts, rest, err
+}
+
+func parseDigests(texts []string, in []Tensor) ([]digest.Sum, error) {
+	if len(texts) != len(in) {
+		return nil, errs.New(errs.ErrArgument, "%d digests for %d tensors", len(texts), len(in))
+	}
+	sums := make([]digest.Sum, len(in))
+	for i, text := range texts {
+		var err error
+		if sums[i], err = digest.ParseSum(text); err != nil {
+			return nil, errs.Locate("sleep", "", in[i].Name, -1, err)
+		}
+	}
+	return sums, nil
+}
+
+// addParts adds the tensors that were found to an index.
+func addParts(ix *tensor.Index, parts []foundPart) error {
+	for _, f := range parts {
+		from := f.Index.Sources[0]
+		from.Gaps = true
+		ix.Sources = append(ix.Sources, from)
+		for k, t := range f.Index.Tensors {
+			if f.names[k] == "" {
+				continue
+			}
+			chunks := f.Index.Chunks[t.First : t.First+t.Count]
+			t.Name, t.Source, t.First = f.names[k], int32(len(ix.Sources)-1), int32(len(ix.Chunks))
+			ix.Tensors, ix.Chunks = append(ix.Tensors, t), append(ix.Chunks, chunks...)
+		}
+	}
+	return ix.Validate(codec.Known)
+}

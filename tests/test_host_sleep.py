@@ -1,0 +1,239 @@
+"""Tests that tensors in the host store sleep without a copy, in one process and in several, and without the store."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import overwire as ow
+import pytest
+import torch
+from conftest import soon
+from test_host import Store
+
+# The engine reads OVERWIRE_HOST once, so each test runs in a process of its own.
+PROGRAM = """
+import os, sys
+from pathlib import Path
+sys.path[:0] = [FOLDER]
+os.environ["OVERWIRE_HOST"] = os.path.abspath("socket")
+import test_host_sleep
+test_host_sleep.TEST(Path.cwd())
+"""
+
+
+@pytest.mark.parametrize(
+    "name", ["unchanged_tensors", "second_engine", "killed_engines", "store_ends", "entries_stay", "arguments"]
+)
+def test_sleep_in_the_host_store(name: str, torch_script: Callable[..., Any]) -> None:
+    """The functions of these names say what they check."""
+    torch_script(PROGRAM.replace("FOLDER", repr(str(Path(__file__).parent))).replace("TEST", name))
+
+
+@contextlib.contextmanager
+def running(folder: Path) -> Iterator[Store]:
+    store = Store(folder)
+    try:
+        yield store
+    finally:
+        store.kill()
+
+
+def weights(count: int = 4, megabytes: int = 1) -> dict[str, torch.Tensor]:
+    made = torch.Generator().manual_seed(3)
+    numbers = megabytes << 19
+    tensors = {f"w{i}": (torch.randn(numbers // 64, 64, generator=made) * 0.02).bfloat16() for i in range(count)}
+    return {
+        **tensors,
+        "bytes": torch.randint(0, 256, (999,), generator=made, dtype=torch.uint8),
+        "empty": torch.empty(0, 3),
+    }
+
+
+def copies(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in tensors.items()}
+
+
+def same(tensors: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
+    assert all(torch.equal(tensors[name].view(torch.uint8), one.view(torch.uint8)) for name, one in want.items())
+
+
+def unchanged_tensors(folder: Path) -> None:
+    """Only tensors that have changed since they were put into the store are compressed. While tensors sleep, their
+    entry is in use."""
+    with running(folder) as store:
+        tensors = weights()
+        want, size = copies(tensors), sum(one.nbytes for one in tensors.values())
+        memory = ow.prepare_sleep(tensors, host=True)
+        assert memory.wait(60) and memory.nbytes == size
+        assert ow.prepare_sleep(tensors, host=True).wait(60)  # the store has them
+        (entry,) = store.report()["entries"]
+        with ow.sleep(tensors, host=True) as asleep:
+            assert (asleep.nbytes, asleep.released, asleep.stored) == (size, size, 0), asleep
+            assert 0 < asleep.shared <= entry["size"] < 0.8 * size
+            assert store.report()["entries"][0]["users"] == 1
+            assert all(one.untyped_storage().nbytes() == 0 for one in tensors.values())
+        same(tensors, want)
+        assert asleep.shared == 0 and store.report()["entries"][0]["users"] == 0
+        tensors["w1"].view(torch.int16)[3, 3] ^= 1
+        want, one = copies(tensors), tensors["w1"].nbytes
+        with ow.sleep(tensors, host=True) as asleep:
+            assert asleep.nbytes == size and 0 < asleep.stored < one and asleep.shared > 3 * one * 0.6
+        same(tensors, want)
+        assert len(store.report()["entries"]) == 1
+        alone = {"other": want["w2"].clone(), "again": want["w2"].clone()}
+        with ow.sleep(alone, host=True) as asleep:  # a stored tensor serves one sleeping tensor
+            assert 0.5 < asleep.stored / asleep.shared < 2
+        same(alone, dict.fromkeys(alone, want["w2"]))
+
+
+def second_engine(folder: Path) -> None:
+    """Two processes with the same model use one memfd: the store does not grow, and neither process has a copy."""
+    ready, go = os.pipe()
+    if not (child := os.fork()):
+        os.close(go)
+        os.read(ready, 1)
+        try:
+            engine(weights(4, 8))
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    with running(folder) as store:
+        tensors = weights(4, 8)
+        engine(tensors)
+        used, before = store.report()["used"], shared_memory()
+        with ow.sleep(tensors, host=True) as asleep:
+            os.write(go, b"x")
+            assert os.waitpid(child, 0)[1] == 0
+            report = store.report()
+            assert asleep.stored == 0
+        assert (report["used"], len(report["entries"]), report["counts"]["puts"]) == (used, 1, 1)
+        assert shared_memory() - before < used / 2
+
+
+def engine(tensors: dict[str, torch.Tensor]) -> None:
+    """Sleeps and wakes, and compares the memory of this process."""
+    want = copies(tensors)
+    ow.prepare_sleep(tensors, host=True).wait(60)
+    with ow.sleep(tensors, host=True):
+        pass  # allocates the buffers of a wake
+    before = private_memory()
+    with ow.sleep(tensors, host=True) as asleep:
+        assert asleep.stored == 0
+        assert private_memory() - before < asleep.shared / 10
+    same(tensors, want)
+
+
+def private_memory() -> int:
+    rows = [line.split() for line in Path("/proc/self/smaps_rollup").read_text().splitlines()]
+    return sum(int(row[1]) for row in rows if row[0].startswith("Private_")) << 10
+
+
+def shared_memory() -> int:
+    """Returns the memory of memfds and files in memory, of all processes."""
+    (row,) = (row for row in Path("/proc/meminfo").read_text().splitlines() if row.startswith("Shmem:"))
+    return int(row.split()[1]) << 10
+
+
+def killed_engines(folder: Path) -> None:
+    """An engine that is killed while it puts tensors into the store, or while they sleep, leaves a whole entry or
+    nothing, which no process uses."""
+    delays = [None, 0.0, 0.03]  # None: while the tensors sleep
+    children = []
+    for delay in delays:
+        (ready, report_step), (go, start) = os.pipe(), os.pipe()
+        if not (child := os.fork()):
+            os.read(go, 1)
+            tensors = weights(4, 8)
+            os.write(report_step, b"x")
+            ow.prepare_sleep(tensors, host=True).wait(60)
+            with ow.sleep(tensors, host=True):
+                os.write(report_step, b"x")
+                time.sleep(300)
+        children.append((child, delay, ready, start))
+    with running(folder) as store:
+        for child, delay, ready, start in children:
+            os.write(start, b"x")
+            os.read(ready, 1)
+            if delay is None:
+                os.read(ready, 1)
+                assert [entry["users"] for entry in store.report()["entries"]] == [1]
+            else:
+                time.sleep(delay)
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            assert soon(lambda: all(one["state"] == "ready" and not one["users"] for one in store.report()["entries"]))
+            for entry in store.report()["entries"]:
+                assert store.command("drop", entry["name"]).returncode == 0
+            assert store.report()["used"] == 0
+        engine(weights(4, 8))
+
+
+def store_ends(folder: Path) -> None:
+    """Sleeping tensors keep the store's memory after the store was killed and another one has started. A sleep
+    without a store compresses the tensors."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("overwire").addHandler(handler)
+    with running(folder) as store:
+        tensors = weights()
+        want = copies(tensors)
+        ow.prepare_sleep(tensors, host=True).wait(60)
+        asleep = ow.sleep(tensors, host=True)
+        store.kill()
+        with ow.sleep(copies(want), host=True) as again:
+            assert again.stored > 0 and again.shared == 0
+        assert len(lines) == 1 and "host store" in lines[0] and "own memory" in lines[0], lines
+    with running(folder) as new:
+        assert asleep.stored == 0 and asleep.shared > 0
+        asleep.wake()
+        same(tensors, want)
+        with ow.sleep(tensors, host=True) as asleep:
+            assert asleep.stored > 0 and asleep.shared == 0 and new.report()["entries"] == []
+        same(tensors, want)
+        ow.prepare_sleep(tensors, host=True).wait(60)
+        with ow.sleep(tensors, host=True) as asleep:
+            assert asleep.stored == 0
+        same(tensors, want)
+
+
+def entries_stay(folder: Path) -> None:
+    """No other put and no smaller budget evicts an entry that sleeping tensors use; a drop does not change them."""
+    with running(folder) as store:
+        tensors = weights()
+        want = copies(tensors)
+        ow.prepare_sleep(tensors, host=True).wait(60)
+        asleep = ow.sleep(tensors, host=True)
+        assert store.command("budget", "6MB").returncode == 0
+        noise = {"x": torch.randint(0, 256, (5 << 20,), dtype=torch.uint8)}
+        with pytest.raises(ow.OutOfMemoryError, match="budget"):
+            ow.prepare_sleep(noise, host=True).wait(60)
+        (entry,) = store.report()["entries"]
+        assert store.command("drop", entry["name"]).returncode == 0
+        assert store.report()["entries"][0]["state"] == "dropped"
+        asleep.wake()
+        same(tensors, want)
+        assert store.report()["entries"] == []
+
+
+def arguments(folder: Path) -> None:
+    """Wrong combinations are refused, and a store that must keep tensors has to exist."""
+    tensors = weights(1)
+    with pytest.raises(ow.ArgumentError, match="to_file"):
+        ow.sleep(tensors, host=True, to_file=folder / "x")
+    for amount in ("1GB", 5):
+        with pytest.raises(ow.ArgumentError, match="host"):
+            ow.prepare_sleep(amount, host=True)
+    with pytest.raises(ow.ArgumentError, match="host"):
+        ow.sleep(tensors, host="yes")  # type: ignore[arg-type]
+    with pytest.raises(ow.NotFoundError, match="socket"):
+        ow.prepare_sleep(tensors, host=True).wait(60)
