@@ -252,8 +252,8 @@ func encode(v any) (*Result, error) {
 }
 
 // The garbage collector does not run while the engine starts, and it rarely runs while the heap is small. By default,
-// Go collects when the heap has doubled since the last collection, but not before it reaches 4 MiB. This happened two or
-// three times while a group load was planned, and took half of that time.
+// Go collects when the heap has doubled since the last collection, but not before it reaches 4 MiB. This happened two
+// or three times while a group load was planned, and took half of that time.
 const (
 	usualPercent = 100
 	firstPercent = 4 * usualPercent // the first collection is at 16 MiB
