@@ -74,6 +74,7 @@ func (w *worker) readRange(from source.Ranges, task int32) error {
 	share := &w.task.Plan.Shares[b.first]
 	p := &w.task.Plan.Pieces[share.Piece]
 	w.at = p.Off + share.From
+	w.run.announcePieces(int64(share.Piece))
 	if err := steps.Begin(w.run.ctx, w.at, b.n); err != nil { // takes no slot while it waits for the response
 		return w.run.locateError("read", p.First, err)
 	}

@@ -507,10 +507,10 @@ def digests(request: _requests.DigestsRequest) -> JobNumber:
     return core().start("digests", _encode_request(request), b"")
 
 
-def feed_open(size: int) -> int:
-    """Make a feed, which the sources opened from now on with `fed` ask for pieces of `size` bytes. It
-    replaces the process's former feed."""
-    return _number(core().call("feed_open", "", pack("=1q", size)))
+def feed_open(size: int, ahead: int) -> int:
+    """Make a feed, which the sources opened from now on with `fed` ask for pieces of `size` bytes, up to
+    `ahead` of them before they are read. It replaces the process's former feed."""
+    return _number(core().call("feed_open", "", pack("=2q", size, ahead)))
 
 
 def feed_next(feed: int, ms: int) -> _requests.FeedEvents:
@@ -523,6 +523,11 @@ def feed_answer(feed: int, file: int, piece: int, address: int, nbytes: int, num
     """Answer a question for a piece. Without an address, the source reads its store. Return 1 if the
     memory is used, otherwise 0. Numbers: the CRC32C of each MiB, or nothing."""
     return _number(core().call("feed_answer", "", pack("=5q", feed, file, piece, address, nbytes) + numbers))
+
+
+def feed_wait(feed: int, file: int, piece: int, ms: int) -> None:
+    """Make reads of a piece wait for it at least `ms` from now."""
+    core().call("feed_wait", "", pack("=4q", feed, file, piece, ms))
 
 
 def feed_read(feed: int, file: int, piece: int, address: int, nbytes: int) -> _requests.FeedSums:

@@ -22,7 +22,7 @@ import numpy as np
 import overwire as ow
 import pytest
 import stores
-from overwire.fleet.directory import Directory
+from overwire.fleet.directory import Directory, Key
 from overwire.fleet.feeder import DIRECTORY, NAMESPACE
 
 ray: Any = pytest.importorskip("ray", reason="needs Ray: `make ray` installs it")
@@ -201,8 +201,11 @@ def test_wrong_credentials(setup: Setup) -> None:
 class WrongSums(Directory):
     """A directory that damages the checksums of some pieces."""
 
-    async def put(self, name: str, number: int, size: int, node: str, refs: list[Any], sums: list[int]) -> None:
-        await super().put(name, number, size, node, refs, [one ^ (number % 3 == 1) for one in sums])
+    async def put(
+        self, key: Key, size: int, process: str, node: str, refs: list[Any], sums: list[int], seconds: float
+    ) -> None:
+        wrong = [one ^ (key[1] % 3 == 1) for one in sums]
+        await super().put(key, size, process, node, refs, wrong, seconds)
 
 
 @pytest.mark.parametrize("compress", [True, False])

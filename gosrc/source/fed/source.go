@@ -31,6 +31,8 @@ type Source struct {
 
 	mu     sync.Mutex
 	pieces map[int64]*piece
+	next   []int64   // pieces that were announced and not asked for
+	busy   int       // pieces that were asked for and are neither freed nor read from the store
 	idle   []*piece  // pieces in memory without users; the longest unused first
 	moved  time.Time // when the last piece was settled
 	missed int       // late pieces in succession
@@ -40,7 +42,6 @@ type Source struct {
 // late.
 type piece struct {
 	number  int64
-	asked   time.Time
 	settled chan struct{} // closed when the fields below are set
 	bytes   []byte        // nil: read the store
 	sums    []uint32
@@ -49,7 +50,9 @@ type piece struct {
 
 	// Guarded by the source's mu.
 	users int
-	done  bool // settled is closed
+	used  bool      // a read has held it
+	done  bool      // settled is closed
+	until time.Time // the supplier says that waiting is worthwhile until then
 }
 
 func (s *Source) tell(what string, number int64) {
@@ -63,7 +66,7 @@ func (s *Source) Facts() source.Facts {
 	f := s.Source.Facts()
 	n := f.RangeBytes
 	f = f.ReadAtOnly()
-	f.RangeBytes, f.Ranges = n, s
+	f.RangeBytes, f.Ranges, f.Prefetch = n, s, s.announceRange
 	return f
 }
 
@@ -73,18 +76,49 @@ func (s *Source) hold(number int64) *piece {
 	defer s.mu.Unlock()
 	p := s.pieces[number]
 	if p == nil {
-		p = &piece{number: number, settled: make(chan struct{}), asked: time.Now()}
-		s.pieces[number] = p
-		if s.isGone() {
-			p.finish(nil, nil)
-		} else {
-			s.tell(Ask, number)
-		}
+		p = s.askFor(number)
+	}
+	if !p.used {
+		p.used = true
+		s.next = slices.DeleteFunc(s.next, func(one int64) bool { return one == number })
 	}
 	if p.users++; p.users == 1 {
 		s.idle = slices.DeleteFunc(s.idle, func(one *piece) bool { return one == p })
 	}
 	return p
+}
+
+// askFor asks for a piece. The caller holds s.mu.
+func (s *Source) askFor(number int64) *piece {
+	p := &piece{number: number, settled: make(chan struct{})}
+	s.pieces[number] = p
+	s.busy++
+	if s.isGone() {
+		s.finish(p, nil, nil)
+	} else {
+		s.tell(Ask, number)
+	}
+	return p
+}
+
+// announceRange asks for the pieces of a range that will be read soon, when there is room for them.
+func (s *Source) announceRange(off, n int64) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for number := max(0, off) / s.feed.size; number*s.feed.size < min(off+n, s.Size()); number++ {
+		if s.pieces[number] == nil && !slices.Contains(s.next, number) {
+			s.next = append(s.next, number)
+		}
+	}
+	s.askAhead()
+}
+
+// askAhead asks for pieces that were announced. The caller holds s.mu.
+func (s *Source) askAhead() {
+	for len(s.next) > 0 && s.busy < s.feed.ahead && !s.isGone() {
+		s.askFor(s.next[0])
+		s.next = s.next[1:]
+	}
 }
 
 // release undoes hold. A piece that was read completely is freed.
@@ -109,17 +143,22 @@ func (s *Source) rest(p *piece) {
 	}
 	delete(s.pieces, p.number)
 	if p.bad.Load() {
-		atStore := &piece{number: p.number, settled: make(chan struct{})}
-		atStore.finish(nil, nil)
+		atStore := &piece{number: p.number, settled: make(chan struct{}), done: true}
+		close(atStore.settled)
 		s.pieces[p.number] = atStore
 	}
+	s.busy--
 	s.tell(Free, p.number)
+	s.askAhead()
 }
 
-// finish settles a piece. The caller holds the source's mu.
-func (p *piece) finish(bytes []byte, sums []uint32) {
+// finish settles a piece. The caller holds s.mu.
+func (s *Source) finish(p *piece, bytes []byte, sums []uint32) {
 	p.bytes, p.sums, p.done = bytes, sums, true
 	close(p.settled)
+	if bytes == nil {
+		s.busy--
+	}
 }
 
 // settle gives a piece to its readers. It returns false if the bytes are not used.
@@ -131,27 +170,45 @@ func (s *Source) settle(number int64, bytes []byte, sums []uint32) bool {
 		return false
 	}
 	s.moved = time.Now()
-	p.finish(bytes, sums)
+	s.finish(p, bytes, sums)
 	if bytes == nil {
+		s.askAhead()
 		return false
 	}
 	s.missed = 0
-	if p.users == 0 {
+	if p.users == 0 && p.used {
 		s.rest(p)
 	}
 	return true
 }
 
+// extendWait makes reads wait longer for a piece.
+func (s *Source) extendWait(number int64, until time.Time) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if p := s.pieces[number]; p != nil && until.After(p.until) {
+		p.until = until
+	}
+}
+
+// waitEnd returns when a read that has waited since a time gives a piece up. The caller holds s.mu.
+func (s *Source) waitEnd(p *piece, since time.Time) time.Time {
+	if s.moved.After(since) {
+		since = s.moved
+	}
+	if since = since.Add(patience); p.until.After(since) {
+		return p.until
+	}
+	return since
+}
+
 // await waits until a piece is settled.
 func (s *Source) await(ctx context.Context, p *piece) error {
+	since := time.Now()
 	for {
 		s.mu.Lock()
-		since := p.asked
-		if s.moved.After(since) {
-			since = s.moved
-		}
+		late := time.NewTimer(time.Until(s.waitEnd(p, since)))
 		s.mu.Unlock()
-		late := time.NewTimer(time.Until(since.Add(s.feed.wait())))
 		select {
 		case <-p.settled:
 			late.Stop()
@@ -168,15 +225,15 @@ func (s *Source) await(ctx context.Context, p *piece) error {
 	}
 }
 
-// giveUp settles a piece that is late, unless another piece has arrived since the wait began.
+// giveUp settles a piece that is late.
 func (s *Source) giveUp(p *piece, since time.Time) {
 	s.mu.Lock()
-	if p.done || s.moved.After(since) {
+	if p.done || time.Now().Before(s.waitEnd(p, since)) {
 		s.mu.Unlock()
 		return
 	}
 	s.moved = time.Now()
-	p.finish(nil, nil)
+	s.finish(p, nil, nil)
 	s.missed++
 	alone := s.missed >= maxMissed
 	s.mu.Unlock()
@@ -194,11 +251,11 @@ func (s *Source) leave(what string) {
 	s.mu.Lock()
 	for _, p := range s.pieces {
 		if !p.done {
-			p.finish(nil, nil)
+			s.finish(p, nil, nil)
 		}
 	}
 	clear(s.pieces)
-	s.idle = nil
+	s.idle, s.next, s.busy = nil, nil, 0
 	s.mu.Unlock()
 	s.tell(what, 0)
 }
