@@ -28,12 +28,13 @@ def s3() -> Iterator[tuple[dict[str, object], Path]]:
 
 
 class Supplier(threading.Thread):
-    """Answers the engine from a file's bytes. fault: changes the bytes of a piece before they are shared."""
+    """Answers the engine from a file's bytes. fault: changes the bytes of a piece before they are shared. trusted: the
+    checksums of pieces are those of the changed bytes, as if the process that read them had got wrong bytes."""
 
-    def __init__(self, data: bytes, fault: Any = lambda piece, data: data) -> None:
+    def __init__(self, data: bytes, fault: Any = lambda piece, data: data, trusted: bool = False) -> None:
         super().__init__(daemon=True)
         self.feed = _verbs.feed_open(PIECE, 4)
-        self.data, self.fault = data, fault
+        self.data, self.fault, self.trusted = data, fault, trusted
         self.held: dict[tuple[int, int], object] = {}
         self.seen: list[Any] = []
         self.start()
@@ -52,15 +53,17 @@ class Supplier(threading.Thread):
                 if event["what"] != "ask":
                     continue
                 address, size, holder = buffer_of(bytearray(event["bytes"]), True)
-                sums = _verbs.feed_read(self.feed, *key, address, size)["sums"]
+                try:
+                    sums = _verbs.feed_read(self.feed, *key, address, size)["sums"]
+                except ow.errors.ArgumentError:
+                    continue  # closed since it asked
                 begin = event["piece"] * PIECE
                 expected = self.data[begin : begin + size]
                 shared = bytes(self.fault(event["piece"], expected))
                 address, size, holder = buffer_of(shared)
                 self.held[key] = holder
-                _verbs.feed_answer(
-                    self.feed, *key, address, size, b"".join(one.to_bytes(8, "little") for one in sums)
-                )  # fmt: skip
+                numbers = b"" if self.trusted else b"".join(one.to_bytes(8, "little") for one in sums)
+                _verbs.feed_answer(self.feed, *key, address, size, numbers)
 
     def stop(self) -> None:
         _verbs.feed_close(self.feed)
@@ -112,6 +115,30 @@ def test_feed(s3: tuple[dict[str, object], Path], compress: bool) -> None:
         assert not any(stores.S3_SECRET in str(event) or "planted" in str(event) for event in supplier.seen)
 
 
+def test_wrong_reader(s3: tuple[dict[str, object], Path]) -> None:
+    """Wrong bytes with right checksums, which another process has read, are read from the store. If those are wrong as
+    well, the load raises CorruptError."""
+    options, folder = s3
+    tensors = _model(options, "wrong.safetensors", True)
+    data = (folder / "wrong.safetensors").read_bytes()
+
+    def damage(piece: int, part: bytes) -> bytes:
+        return part[:-9] + bytes([part[-9] ^ 1]) + part[-8:] if piece in (1, 3) else part
+
+    supplier = Supplier(data, damage, trusted=True)
+    try:
+        loaded = _load("s3://models/wrong.safetensors", options)
+        assert all(np.array_equal(loaded[key], tensors[key]) for key in tensors)
+        assert {event["piece"] for event in supplier.seen if event["what"] == "bad"} >= {1, 3}
+        with (folder / "wrong.safetensors").open("r+b") as file:
+            file.seek(2 * PIECE - 9)
+            file.write(bytes([data[2 * PIECE - 9] ^ 1]))
+        with pytest.raises(ow.errors.CorruptError, match="checksum"):
+            _load("s3://models/wrong.safetensors", options)
+    finally:
+        supplier.stop()
+
+
 def test_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without Ray, only ray=True is an error, which says what to install."""
     import sys
@@ -143,7 +170,7 @@ async def _take(
 
 
 async def _put(one: Directory, process: str, number: int, ref: object) -> None:
-    await one.put(("a", number), 10, process, process[0], [ref], [7], 0.1)
+    await one.put(("a", number), 10, process, process[0], [ref], b"7", 0.1)
 
 
 NOTHING: Any = ({}, [], [])

@@ -521,7 +521,7 @@ def feed_next(feed: int, ms: int) -> _requests.FeedEvents:
 
 def feed_answer(feed: int, file: int, piece: int, address: int, nbytes: int, numbers: bytes) -> int:
     """Answer a question for a piece. Without an address, the source reads its store. Return 1 if the
-    memory is used, otherwise 0. Numbers: the CRC32C of each MiB, or nothing."""
+    memory is used, otherwise 0. Numbers: the CRC32C of each 64 KiB, or nothing."""
     return _number(core().call("feed_answer", "", pack("=5q", feed, file, piece, address, nbytes) + numbers))
 
 
@@ -531,7 +531,7 @@ def feed_wait(feed: int, file: int, piece: int, ms: int) -> None:
 
 
 def feed_read(feed: int, file: int, piece: int, address: int, nbytes: int) -> _requests.FeedSums:
-    """Read a piece from its store to memory. Return the CRC32C of each MiB."""
+    """Read a piece from its store to memory. Return the CRC32C of each 64 KiB."""
     return loads(core().run("feed_read", "", pack("=5q", feed, file, piece, address, nbytes))[0])
 
 

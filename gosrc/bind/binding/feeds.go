@@ -51,7 +51,7 @@ func feedVerbs() []*Verb {
 				}
 				used, err := f.Answer(n[1], n[2], data, sums)
 				return truth(used), err
-			}).ints("feed", "file", "piece", "address", "nbytes").tail("the CRC32C of each MiB, or nothing"),
+			}).ints("feed", "file", "piece", "address", "nbytes").tail("the CRC32C of each 64 KiB, or nothing"),
 		answered("feed_wait", "Make reads of a piece wait for it at least `ms` from now.",
 			func(_ none, n []int64) (none, error) {
 				f, err := feedOf(n[0])
@@ -60,7 +60,7 @@ func feedVerbs() []*Verb {
 				}
 				return none{}, err
 			}).ints("feed", "file", "piece", "ms"),
-		started("feed_read", "Read a piece from its store to memory. Return the CRC32C of each MiB.",
+		started("feed_read", "Read a piece from its store to memory. Return the CRC32C of each 64 KiB.",
 			func(ctx context.Context, _ *job.Job, _ none, n []int64) (feedSums, error) {
 				f, err := feedOf(n[0])
 				if err != nil {

@@ -23,7 +23,7 @@ import (
 	"github.com/overwire/overwire/gosrc/source/sourcetest"
 )
 
-const pieceBytes = fed.Block
+const pieceBytes = 1 << 20
 
 // A store serves one object and counts its bytes.
 type store struct {

@@ -26,9 +26,11 @@ import (
 )
 
 const (
-	// Block is the number of bytes of a piece that one checksum covers. It fits the L2 cache, so that comparing the
-	// checksum before the bytes are copied costs little.
-	Block = 1 << 20
+	// Block is the number of bytes of a piece that one checksum covers. A copied block is still in the L1 or L2 cache
+	// when its checksum is compared. A read of a part of a block copies all of it, so blocks are small.
+	Block = 64 << 10
+	// unit divides the size of a piece.
+	unit = 1 << 20
 	// part is the size of the reads from a store that fill a piece, and parts is how many of them run in parallel.
 	part, parts = 8 << 20, 8
 	// patience is how long a read waits for a piece while no other piece arrives, unless Wait says more.
@@ -78,7 +80,7 @@ type Feed struct {
 
 // New returns a feed of pieces of a size in bytes. A source asks for up to `ahead` pieces before they are read.
 func New(size int64, ahead int) (*Feed, error) {
-	if size < Block || size%Block != 0 || size > 1<<32 {
+	if size < unit || size%unit != 0 || size > 1<<32 {
 		return nil, errs.New(errs.ErrArgument, "pieces of %d bytes: expected a multiple of 1 MiB, at most 4 GiB", size)
 	}
 	return &Feed{size: size, ahead: ahead, more: make(chan struct{}), sources: map[int64]*Source{}}, nil

@@ -66,7 +66,7 @@ func (s *Source) Facts() source.Facts {
 	f := s.Source.Facts()
 	n := f.RangeBytes
 	f = f.ReadAtOnly()
-	f.RangeBytes, f.Ranges, f.Prefetch = n, s, s.announceRange
+	f.RangeBytes, f.Ranges, f.Prefetch, f.Doubt = n, s, s.announceRange, s.doubtRange
 	return f
 }
 
@@ -113,6 +113,34 @@ func (s *Source) announceRange(off, n int64) {
 	s.askAhead()
 }
 
+// doubtRange makes the source read the pieces of a range from the store. It returns false if it has done so before.
+func (s *Source) doubtRange(off, n int64) (doubted bool) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for number := off / s.feed.size; number*s.feed.size < off+n; number++ {
+		p := s.pieces[number]
+		switch {
+		case p == nil: // read completely, and freed
+			p = s.readFromStore(number)
+		case p.bytes == nil && !p.bad.Load():
+			continue
+		}
+		if !p.bad.Swap(true) {
+			s.tell(Bad, number)
+		}
+		doubted = true
+	}
+	return doubted
+}
+
+// readFromStore makes the source read a piece from the store. The caller holds s.mu.
+func (s *Source) readFromStore(number int64) *piece {
+	p := &piece{number: number, settled: make(chan struct{}), used: true, done: true}
+	close(p.settled)
+	s.pieces[number] = p
+	return p
+}
+
 // askAhead asks for pieces that were announced. The caller holds s.mu.
 func (s *Source) askAhead() {
 	for len(s.next) > 0 && s.busy < s.feed.ahead && !s.isGone() {
@@ -143,9 +171,7 @@ func (s *Source) rest(p *piece) {
 	}
 	delete(s.pieces, p.number)
 	if p.bad.Load() {
-		atStore := &piece{number: p.number, settled: make(chan struct{}), done: true}
-		close(atStore.settled)
-		s.pieces[p.number] = atStore
+		s.readFromStore(p.number).bad.Store(true)
 	}
 	s.busy--
 	s.tell(Free, p.number)
@@ -269,7 +295,8 @@ func (s *Source) isGone() bool {
 
 // copyFrom copies bytes of a settled piece that the caller holds. It returns false if they have to be read from the
 // store.
-func (s *Source) copyFrom(p *piece, to []byte, from int64) bool {
+// own is a buffer for a block of which only a part is wanted.
+func (s *Source) copyFrom(p *piece, to []byte, from int64, own *[]byte) bool {
 	s.memory.RLock()
 	defer s.memory.RUnlock()
 	if s.gone || p.bytes == nil || p.bad.Load() {
@@ -279,7 +306,6 @@ func (s *Source) copyFrom(p *piece, to []byte, from int64) bool {
 		p.read.Add(int64(copy(to, p.bytes[from:])))
 		return true
 	}
-	var own []byte // a copy of a block of which only a part is wanted
 	for at, rest := from, to; len(rest) > 0; {
 		i := at / Block
 		shared := p.bytes[i*Block : min(int64(len(p.bytes)), (i+1)*Block)]
@@ -287,8 +313,8 @@ func (s *Source) copyFrom(p *piece, to []byte, from int64) bool {
 		n := min(len(rest), len(shared)-skip)
 		checked := rest[:n] // the copy, because the shared bytes may change after any check
 		if n < len(shared) {
-			own = append(own[:0], shared...)
-			checked = own
+			*own = append((*own)[:0], shared...)
+			checked = *own
 		} else {
 			copy(checked, shared)
 		}
@@ -299,7 +325,7 @@ func (s *Source) copyFrom(p *piece, to []byte, from int64) bool {
 			return false
 		}
 		if n < len(shared) {
-			copy(rest[:n], own[skip:])
+			copy(rest[:n], (*own)[skip:])
 		}
 		at, rest = at+int64(n), rest[n:]
 	}
@@ -348,6 +374,7 @@ type span struct {
 	ctx     context.Context
 	at, end int64
 	held    []*piece
+	own     []byte       // a copy of a block
 	store   source.Range // reads the whole range from the store; nil if pieces are used
 	waited  time.Duration
 }
@@ -401,7 +428,7 @@ func (r *span) Next(p []byte) error {
 		if err := s.await(r.ctx, one); err != nil {
 			return err
 		}
-		if !s.copyFrom(one, p[:n], from) {
+		if !s.copyFrom(one, p[:n], from, &r.own) {
 			if err := s.Source.ReadAt(source.Urgent(r.ctx), p[:n], r.at); err != nil {
 				return err
 			}

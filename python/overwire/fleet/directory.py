@@ -31,7 +31,7 @@ class Piece:
     """A shared piece: the list that holds Ray's reference to its bytes, their checksums, the process and node that
     read it, its size, the seconds that reading took, and the nodes that have it."""
 
-    def __init__(self, refs: list[Any], sums: list[int], process: str, node: str, size: int, seconds: float) -> None:
+    def __init__(self, refs: list[Any], sums: bytes, process: str, node: str, size: int, seconds: float) -> None:
         self.refs, self.sums, self.process, self.node = refs, sums, process, node
         self.size, self.seconds = size, seconds
         self.nodes = {node}
@@ -58,7 +58,7 @@ class Answer:
     and share those in `reads`; read those in `stores` for itself. The others are on their way."""
 
     def __init__(self) -> None:
-        self.pieces: list[tuple[Key, list[Any], list[int], str, float]] = []
+        self.pieces: list[tuple[Key, list[Any], bytes, str, float]] = []
         self.reads: list[Key] = []
         self.stores: list[Key] = []
 
@@ -176,7 +176,7 @@ class Directory:
         self.used[piece.node] -= piece.size
 
     async def put(
-        self, key: Key, size: int, process: str, node: str, refs: list[Any], sums: list[int], seconds: float
+        self, key: Key, size: int, process: str, node: str, refs: list[Any], sums: bytes, seconds: float
     ) -> None:
         """Shares a piece that a process has read. refs: a list with one reference, which keeps Ray from fetching it."""
         if key in self.leases:

@@ -10,6 +10,7 @@ import atexit
 import os
 import pickle
 import time
+from array import array
 from collections.abc import Callable
 from functools import partial
 from mmap import mmap
@@ -74,8 +75,8 @@ class Feeder:
         ray.get(self._directory.counts.remote(), timeout=_START)  # a new actor starts in some seconds
         self._node: str = ray.get_runtime_context().get_node_id()
         self._process = f"{self._node} {os.getpid()}"
-        # The memory of the pieces that the engine uses, and their owners.
-        self._memory: dict[Piece, tuple[Any, str]] = {}
+        self._memory: dict[Piece, Any] = {}  # of the pieces that the engine uses
+        self._owners: dict[Piece, str] = {}  # of all pieces that it has used
         self._asked: dict[Piece, FedEvent] = {}  # the engine's open questions
         self._busy: set[Piece] = set()  # those that a thread works on
         self._leases: set[directory.Key] = set()
@@ -143,10 +144,11 @@ class Feeder:
             elif what != "bad":
                 self._asked = {key: one for key, one in self._asked.items() if key[0] != file}
                 self._memory = {key: one for key, one in self._memory.items() if key[0] != file}
+                self._owners = {key: one for key, one in self._owners.items() if key[0] != file}
         if what == "bad":
             self._say("has a wrong checksum", "dropped for all nodes", event)
-            owner = self._memory.get(piece, (None, self._process))[1]
-            self._directory.drop.remote([(event["name"], event["piece"])], owner)
+            if piece in self._owners:
+                self._directory.drop.remote([(event["name"], event["piece"])], self._owners[piece])
         elif what == "late":
             self._say("is late", "the store would be faster", event)
         elif what == "alone":
@@ -227,7 +229,7 @@ class Feeder:
         for file, number in pieces:
             _verbs.feed_wait(self._feed, file, number, int(_WAIT * 1000))
 
-    def _answer(self, event: FedEvent, memory: Any = None, sums: list[int] | None = None, owner: str = "") -> None:
+    def _answer(self, event: FedEvent, memory: Any = None, sums: bytes = b"", owner: str = "") -> None:
         """Answers the engine's question. Without memory, the engine reads its store."""
         file, number = event["file"], event["piece"]
         if memory is not None:
@@ -238,15 +240,14 @@ class Feeder:
             if memory is None:
                 _verbs.feed_answer(self._feed, file, number, 0, 0, b"")
                 return
-            numbers = b"".join(one.to_bytes(8, "little") for one in sums or ())
-            if _verbs.feed_answer(self._feed, file, number, address, size, numbers):
-                self._memory[file, number] = holder, owner
+            if _verbs.feed_answer(self._feed, file, number, address, size, sums):
+                self._memory[file, number], self._owners[file, number] = holder, owner
 
     def _decline(self, event: FedEvent) -> None:
         self._answer(event)
         self._set_free(event)
 
-    def _fetch(self, event: FedEvent, refs: list[Any], sums: list[int], owner: str, seconds: float) -> None:
+    def _fetch(self, event: FedEvent, refs: list[Any], sums: bytes, owner: str, seconds: float) -> None:
         # Starts to get a piece that another process has read. No thread waits in ray.get, which would keep this
         # process's ray.put waiting.
         if not sums:  # the engine would trust a piece without checksums
@@ -258,7 +259,7 @@ class Feeder:
             lambda future: self._work.put(partial(self._serve, partial(self._use, future, sums, owner), event))
         )
 
-    def _use(self, future: Any, sums: list[int], owner: str, event: FedEvent) -> None:
+    def _use(self, future: Any, sums: bytes, owner: str, event: FedEvent) -> None:
         """Answers with a piece that Ray has fetched. If it is lost, the question stays open."""
         key = event["name"], event["piece"]
         try:
@@ -283,8 +284,8 @@ class Feeder:
                 if piece not in self._asked:
                     return
                 began = time.monotonic()
-                sums = _verbs.feed_read(self._feed, *piece, address, size)["sums"]
-            self._answer(event, memory, None, self._process)
+                sums = array("Q", _verbs.feed_read(self._feed, *piece, address, size)["sums"]).tobytes()
+            self._answer(event, memory, owner=self._process)
             after = time.monotonic()
             ref = self._ray.put(pickle.PickleBuffer(memory))
             del holder
