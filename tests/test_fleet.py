@@ -1,5 +1,4 @@
-"""Tests the parts of loads through Ray that do not need Ray: the engine's feed, the directory's rules, and the
-settings."""
+"""Tests the parts of loads through Ray that need no Ray: the engine's feed, the directory's rules, and the settings."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ import pytest
 import stores
 from overwire import _verbs
 from overwire._engine import buffer_of
-from overwire.fleet.directory import Directory, choose_owner
+from overwire.fleet.directory import Directory
 
 PIECE = 1 << 20
 
@@ -29,12 +28,13 @@ def s3() -> Iterator[tuple[dict[str, object], Path]]:
 
 
 class Supplier(threading.Thread):
-    """Answers the engine from a file's bytes. fault: changes the bytes of a piece before they are shared."""
+    """Answers the engine from a file's bytes. fault: changes the bytes of a piece before they are shared. trusted: the
+    checksums of pieces are those of the changed bytes, as if the process that read them had got wrong bytes."""
 
-    def __init__(self, data: bytes, fault: Any = lambda piece, data: data) -> None:
+    def __init__(self, data: bytes, fault: Any = lambda piece, data: data, trusted: bool = False) -> None:
         super().__init__(daemon=True)
-        self.feed = _verbs.feed_open(PIECE)
-        self.data, self.fault = data, fault
+        self.feed = _verbs.feed_open(PIECE, 4)
+        self.data, self.fault, self.trusted = data, fault, trusted
         self.held: dict[tuple[int, int], object] = {}
         self.seen: list[Any] = []
         self.start()
@@ -53,15 +53,17 @@ class Supplier(threading.Thread):
                 if event["what"] != "ask":
                     continue
                 address, size, holder = buffer_of(bytearray(event["bytes"]), True)
-                sums = _verbs.feed_read(self.feed, *key, address, size)["sums"]
+                try:
+                    sums = _verbs.feed_read(self.feed, *key, address, size)["sums"]
+                except ow.errors.ArgumentError:
+                    continue  # closed since it asked
                 begin = event["piece"] * PIECE
                 expected = self.data[begin : begin + size]
                 shared = bytes(self.fault(event["piece"], expected))
                 address, size, holder = buffer_of(shared)
                 self.held[key] = holder
-                _verbs.feed_answer(
-                    self.feed, *key, address, size, b"".join(one.to_bytes(8, "little") for one in sums)
-                )  # fmt: skip
+                numbers = b"" if self.trusted else b"".join(one.to_bytes(8, "little") for one in sums)
+                _verbs.feed_answer(self.feed, *key, address, size, numbers)
 
     def stop(self) -> None:
         _verbs.feed_close(self.feed)
@@ -90,7 +92,7 @@ def _load(uri: str, options: dict[str, object]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("compress", [True, False])
 def test_feed(s3: tuple[dict[str, object], Path], compress: bool) -> None:
-    """A load reads pieces that Python supplies, even if some are damaged, and frees them all."""
+    """A load reads pieces that Python supplies, also if some are damaged, and frees them all."""
     options, folder = s3
     name = f"{compress}.safetensors"
     tensors = _model(options, name, compress)
@@ -113,8 +115,32 @@ def test_feed(s3: tuple[dict[str, object], Path], compress: bool) -> None:
         assert not any(stores.S3_SECRET in str(event) or "planted" in str(event) for event in supplier.seen)
 
 
+def test_wrong_reader(s3: tuple[dict[str, object], Path]) -> None:
+    """Wrong bytes with right checksums, which another process has read, are read from the store. If those are wrong as
+    well, the load raises CorruptError."""
+    options, folder = s3
+    tensors = _model(options, "wrong.safetensors", True)
+    data = (folder / "wrong.safetensors").read_bytes()
+
+    def damage(piece: int, part: bytes) -> bytes:
+        return part[:-9] + bytes([part[-9] ^ 1]) + part[-8:] if piece in (1, 3) else part
+
+    supplier = Supplier(data, damage, trusted=True)
+    try:
+        loaded = _load("s3://models/wrong.safetensors", options)
+        assert all(np.array_equal(loaded[key], tensors[key]) for key in tensors)
+        assert {event["piece"] for event in supplier.seen if event["what"] == "bad"} >= {1, 3}
+        with (folder / "wrong.safetensors").open("r+b") as file:
+            file.seek(2 * PIECE - 9)
+            file.write(bytes([data[2 * PIECE - 9] ^ 1]))
+        with pytest.raises(ow.errors.CorruptError, match="checksum"):
+            _load("s3://models/wrong.safetensors", options)
+    finally:
+        supplier.stop()
+
+
 def test_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without Ray, only ray=True raises an error, which says what to install."""
+    """Without Ray, only ray=True is an error, which says what to install."""
     import sys
 
     monkeypatch.setitem(sys.modules, "ray", None)
@@ -132,43 +158,56 @@ def test_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not feeds(False)
 
 
-def _ask(one: Directory, node: str, number: int = 0, room: int = 100, patience: float = 5, name: str = "a") -> Any:
-    return one.ask(name, number, 10, node, f"{node} 1", room, patience)
+async def _take(
+    one: Directory, process: str, *numbers: int, room: int = 100, reads: Any = (), has: Any = (), name: str = "a"
+) -> tuple[dict[int, Any], list[int], list[int]]:
+    """Asks for pieces of 10 bytes. A process "x2" is on the node "x"."""
+    wants = [(name, number, 10) for number in numbers]
+    own = [(name, number) for number in reads]
+    got = await one.take_work(process, process[0], room, wants, own, [(name, number) for number in has])
+    pieces = {key[1]: refs for key, refs, *_ in got[0]}
+    return pieces, *([key[1] for key in keys] for keys in got[1:])  # type: ignore[return-value]
 
 
-def test_owners() -> None:
-    """Pieces are spread over the nodes. When a node leaves, only its pieces change their owner."""
-    nodes = [f"n{at}" for at in range(8)]
-    before = {at: choose_owner(("a", at), nodes) for at in range(800)}
-    assert all(60 < list(before.values()).count(node) < 140 for node in nodes)
-    assert all(choose_owner(("a", at), nodes[1:]) == was for at, was in before.items() if was != "n0")
+async def _put(one: Directory, process: str, number: int, ref: object) -> None:
+    await one.put(("a", number), 10, process, process[0], [ref], b"7", 0.1)
+
+
+NOTHING: Any = ({}, [], [])
 
 
 def test_directory() -> None:
-    """One node reads a piece, and the others wait for it and get it. A failed, ended or lost piece is read again."""
+    """Each piece is read by one process, the next ones by others, and all get it. A failed, ended or lost piece is read
+    again."""
 
     async def run() -> None:
         one = Directory()
-        assert (await _ask(one, "x"))[0] == "read"
-        waiting = asyncio.create_task(_ask(one, "y"))
+        assert await _take(one, "x", 0, 1, 2, 3) == ({}, [0, 1], [])
+        assert await _take(one, "y", 0, 1, 2, 3) == ({}, [2, 3], [])
+        assert await _take(one, "z", 0, 1, 2, 3) == NOTHING  # after a wait
+        waiting = asyncio.create_task(_take(one, "z", 0, 1))
         await asyncio.sleep(0.05)
+        await one.add_wants("z", [("a", 2, 10)])
         assert not waiting.done()
-        await one.put("a", 0, 10, "x", ["ref"], [7])
-        assert await waiting == ("piece", ["ref"], [7])
-        await one.drop("a", 0, ["another"])
-        assert (await _ask(one, "z"))[0] == "piece"
-        await one.drop("a", 0, ["ref"])
-        assert await one.counts() == {"pieces": 0, "leases": 0, "bytes": 0}
-        assert one.used == {"x": 0}
-        assert (await _ask(one, "x"))[0] == "read"  # after a head start, if another node owns it
-        await one.fail("a", 0, "other 1")  # the lease is another reader's
-        assert one.leases
-        await one.fail("a", 0, "x 1")
-        assert (await _ask(one, "x", number=5))[0] == "read"
+        await _put(one, "y", 2, "ref")
+        assert await waiting == ({2: ["ref"]}, [], [])
+        await one.drop([("a", 2)], "x")  # another owner
+        assert await _take(one, "w", 2) == ({2: ["ref"]}, [], [])
+        await one.fail(("a", 3), "x")  # not its lease
+        assert await _take(one, "w", 3) == NOTHING
+        await one.fail(("a", 3), "y")
+        assert await _take(one, "w", 3) == ({}, [3], [])
+        await one.drop([("a", 2)], "y")
+        assert await _take(one, "y", 2) == ({}, [2], [])
+        await _put(one, "w", 3, "ref")
+        await one.drop(None, "w")  # it has ended
+        assert await one.counts() == {"pieces": 0, "leases": 3, "bytes": 0}
         rules.LEASE = 0.2
-        assert (await _ask(one, "y", number=6))[0] == "read"
-        await one.renew("y 1")
-        assert (await _ask(one, "x", number=6))[0] == "read"  # y's lease has ended
+        assert await _take(one, "y", 5, reads=[2]) == ({}, [5], [])  # renews its lease
+        await _put(one, "y", 2, "ref")
+        await _put(one, "y", 5, "ref")
+        assert await _take(one, "y", 6) == ({}, [6], [])
+        assert await _take(one, "z", 6) == ({}, [6], [])  # y's lease has ended
 
     lease = rules.LEASE
     try:
@@ -177,25 +216,32 @@ def test_directory() -> None:
         rules.LEASE = lease
 
 
-def test_budget() -> None:
-    """A node never has more pieces than it has room for. Pieces that a reader still lacks are kept until it has
-    them."""
+def test_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node never has more pieces than its room. Pieces that a reader still lacks are kept until it has them."""
+    monkeypatch.setattr(rules, "FULL", 0.2)
 
     async def run() -> None:
         one = Directory()
-        assert (await _ask(one, "x", room=9))[0] == "store"
+        assert await _take(one, "x", 0, room=9) == ({}, [], [0])
+        assert await _take(one, "x", 0, 1, room=20) == ({}, [0, 1], [])
         for number in range(2):
-            assert (await _ask(one, "x", number, room=20))[0] == "read"
-            await one.put("a", number, 10, "x", [number], [])
-        await one.ask("a", 0, 10, "y", "y 1", 20, 0)
-        assert (await _ask(one, "x", 2, room=20, patience=0.3))[0] == "store"  # y lacks both
-        await one.got("a", 1, "y")
-        assert (await _ask(one, "x", 2, room=20))[0] == "read"
+            await _put(one, "x", number, number)
+        assert await _take(one, "y", 0, 1, room=0) == ({0: [0], 1: [1]}, [], [])
+        assert await _take(one, "x", 2, room=20) == ({}, [], [2])  # y lacks both
+        assert await _take(one, "y", 3, room=0, has=[1]) == ({}, [], [3])
+        assert await _take(one, "x", 2, room=20) == ({}, [2], [])
         assert list(one.pieces) == [("a", 0)]
         await one.leave("a", "y")
-        await one.put("a", 2, 10, "x", [2], [])
-        assert (await _ask(one, "x", 3, room=20))[0] == "read"
+        await _put(one, "x", 2, 2)
+        assert await _take(one, "x", 3, room=20) == ({}, [3], [])
         assert one.used["x"] == 20
+        # A process without room waits for another one that wants the piece and has room.
+        waiting = asyncio.create_task(_take(one, "z", 7, 8, 9))
+        await asyncio.sleep(0)
+        assert (await waiting)[1] == [7, 8]
+        waiting = asyncio.create_task(_take(one, "z", 9))
+        await asyncio.sleep(0.05)
+        assert await _take(one, "y", 9, room=0) in (NOTHING, ({}, [], [9]))
 
     asyncio.run(run())
 
@@ -208,25 +254,29 @@ def test_directory_at_random() -> None:
 
     async def node(one: Directory, name: str) -> None:
         for _ in range(30):
-            number = rng.randrange(6)
-            todo, refs, _ = await _ask(one, name, number, room=30, patience=0.05)
-            if todo == "read":
+            numbers = rng.sample(range(8), 3)
+            pieces, reads, _ = await _take(one, name, *numbers, room=30, has=rng.sample(range(8), 1))
+            for number in reads:
                 await asyncio.sleep(rng.random() / 100)
                 if rng.random() < 0.7:
-                    await one.put("a", number, 10, name, [object()], [])
-                elif rng.random() < 0.7:
-                    await one.fail("a", number, f"{name} 1")
-            elif todo == "piece" and rng.random() < 0.3:
-                await one.drop("a", number, refs)
-            elif todo == "piece":
-                await one.got("a", number, name)
+                    await _put(one, name, number, object())
+                elif rng.random() < 0.9:
+                    await one.fail(("a", number), name)
+            for number in pieces:
+                if rng.random() < 0.3:
+                    await one.drop(rng.choice(([("a", number)], None)), f"n{rng.randrange(5)}")
 
     async def run() -> None:
         one = Directory()
-        await asyncio.gather(*(node(one, f"n{at}") for at in range(5)))
+        await asyncio.gather(*(node(one, f"{at}") for at in range(5)))
         for name in {piece.node for piece in one.pieces.values()} | set(one.used):
             held = [piece.size for piece in one.pieces.values() if piece.node == name]
             held += [lease.size for lease in one.leases.values() if lease.node == name]
             assert one.used.get(name, 0) == sum(held) <= 30
 
-    asyncio.run(run())
+    monkey = rules.POLL, rules.LEASE
+    rules.POLL, rules.LEASE = 0.02, 0.3
+    try:
+        asyncio.run(run())
+    finally:
+        rules.POLL, rules.LEASE = monkey

@@ -26,8 +26,9 @@ import (
 // range waits for a slot, the kernel keeps receiving its bytes.
 const rangeSlots = 16
 
-// ahead is the number of bytes announced to the sources before workers read them.
-const ahead = 64 << 20
+// The number of bytes announced to the sources before workers read them: of local files, and of remote objects. The
+// nodes of a cluster read different parts of a remote object at the same time.
+const ahead, aheadRemote = 64 << 20, 1 << 30
 
 // A Task is a plan and everything needed to run it.
 type Task struct {
@@ -200,7 +201,9 @@ type run struct {
 
 	prefetches bool // a source has Prefetch
 	prefetch   sync.Mutex
-	announced  int64 // pieces announced to their sources; guarded by prefetch
+	// Guarded by prefetch: the numbers of the pieces that were announced to their sources and that were reached, and
+	// the bytes between.
+	announced, reached, between int64
 }
 
 // A staged piece is filled by several workers. The first one gets the slot and the last one submits it.
@@ -229,22 +232,27 @@ func (r *run) announcePieces(piece int64) {
 		return
 	}
 	defer r.prefetch.Unlock()
-	var n int64
-	i := max(r.announced, piece+1)
-	for j := piece + 1; j < i; j++ {
-		n += r.task.Plan.Pieces[j].Len
+	pieces := r.task.Plan.Pieces
+	for ; r.reached <= piece; r.reached++ {
+		if r.reached < r.announced {
+			r.between -= pieces[r.reached].Len
+		}
 	}
-	if n > ahead/2 {
+	r.announced = max(r.announced, r.reached)
+	most := int64(ahead)
+	if r.task.Range != nil {
+		most = aheadRemote
+	}
+	if r.between > most/2 {
 		return
 	}
-	for ; i < int64(len(r.task.Plan.Pieces)) && n < ahead; i++ {
-		p := &r.task.Plan.Pieces[i]
+	for ; r.announced < int64(len(pieces)) && r.between < most; r.announced++ {
+		p := &pieces[r.announced]
 		if tell := r.feed.facts[p.Source].Prefetch; tell != nil {
 			tell(p.Off, p.Len)
 		}
-		n += p.Len
+		r.between += p.Len
 	}
-	r.announced = i
 }
 
 // landTask counts a task as done. Any goroutine may call it.

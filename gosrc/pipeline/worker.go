@@ -75,6 +75,7 @@ func (w *worker) readRange(from source.Ranges, task int32) error {
 	share := &w.task.Plan.Shares[b.first]
 	p := &w.task.Plan.Pieces[share.Piece]
 	w.at = p.Off + share.From
+	w.run.announcePieces(int64(share.Piece))
 	if err := steps.Begin(w.run.ctx, w.at, b.n); err != nil { // takes no slot while it waits for the response
 		return w.run.locateError("read", p.First, err)
 	}
@@ -132,7 +133,7 @@ func (w *worker) runShare(share *plan.Share, p *plan.Piece) error {
 		w.subtractWaits(&t0)
 		w.st.ReadNS += w.lapTime("read", &t0, p.Len)
 		if w.comparesSums(p) {
-			if err := w.checkSum(p.First, b); err != nil {
+			if err := w.checkSum(p, p.First, b, p.Off); err != nil {
 				return err
 			}
 			w.st.CheckNS += w.lapTime("check", &t0, p.Len)
@@ -198,6 +199,8 @@ func (w *worker) submitSlot(slot device.Slot, view func(off, n int64) ([]byte, e
 	err := w.run.queue.Submit(slot, p.Len, w.task.Plan.Tasks[p.First:p.First+p.Count], func(i int, err error) {
 		defer w.run.pending.Done()
 		if err != nil {
+			j := &w.task.Plan.Tasks[p.First+int32(i)]
+			w.doubtBytes(p, p.Off+int64(j.Src), int64(j.Chunk.Stored))           // the next load reads them again
 			w.run.cancel(w.run.locateError(stageOf(err), p.First+int32(i), err)) // later causes are ignored
 			return
 		}
@@ -337,7 +340,8 @@ func (w *worker) checkShare(share *plan.Share, b []byte, t0 *time.Time) error {
 		if !j.Summed { // bytes of a plain file
 			continue
 		}
-		if err := w.checkSum(i, b[j.Src:int64(j.Src)+int64(j.Chunk.Stored)]); err != nil {
+		p := &w.task.Plan.Pieces[share.Piece]
+		if err := w.checkSum(p, i, b[j.Src:int64(j.Src)+int64(j.Chunk.Stored)], p.Off+int64(j.Src)); err != nil {
 			return err
 		}
 		n += int64(j.Chunk.Stored)
@@ -348,16 +352,30 @@ func (w *worker) checkShare(share *plan.Share, b []byte, t0 *time.Time) error {
 	return nil
 }
 
-// checkSum compares the checksum of a chunk's stored bytes, if it has one.
-func (w *worker) checkSum(task int32, stored []byte) error {
+// checkSum compares the checksum of a chunk's stored bytes at an offset, if it has one. Wrong bytes that came through
+// other processes are read from their store.
+func (w *worker) checkSum(p *plan.Piece, task int32, stored []byte, off int64) error {
 	j := &w.task.Plan.Tasks[task]
 	if !w.run.checks || !j.Summed {
 		return nil
 	}
-	if sum := codec.Sum(stored); sum != j.Chunk.Sum {
+	sum := codec.Sum(stored)
+	if sum != j.Chunk.Sum && w.doubtBytes(p, off, int64(len(stored))) {
+		if err := w.task.Sources[p.Source].ReadAt(source.Urgent(w.run.ctx), stored, off); err != nil {
+			return w.run.locateError("read", task, err)
+		}
+		sum = codec.Sum(stored)
+	}
+	if sum != j.Chunk.Sum {
 		return w.run.locateError("check", task, errs.NewMismatch(j.Chunk.Sum, sum))
 	}
 	return nil
+}
+
+// doubtBytes reports wrong bytes to their source, and returns whether reading them again may give others.
+func (w *worker) doubtBytes(p *plan.Piece, off, n int64) bool {
+	doubt := w.run.feed.facts[p.Source].Doubt
+	return doubt != nil && doubt(off, n)
 }
 
 // stageOf returns the stage of the device in which a task failed.

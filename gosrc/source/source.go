@@ -69,6 +69,9 @@ type Facts struct {
 	// Prefetch announces a range that will be read soon. It neither waits nor fails. nil means that the source
 	// does not prefetch.
 	Prefetch func(off, n int64)
+	// Doubt reports bytes that were read and are wrong. It returns true if they may have come through other processes:
+	// then the next ReadAt reads them from their store. nil means that all bytes come from their store.
+	Doubt func(off, n int64) bool
 }
 
 // HeadBytes is how much of a file is read first. It covers the whole header of most files. The request that
@@ -84,7 +87,7 @@ func Head(ctx context.Context, src Source) ([]byte, error) {
 // ReadAtOnly returns the facts of a wrapper that checks or changes the bytes, which are then only available
 // through ReadAt.
 func (f Facts) ReadAtOnly() Facts {
-	f.RangeBytes, f.Ranges, f.File, f.View = 0, nil, nil, nil
+	f.RangeBytes, f.Ranges, f.File, f.View, f.Doubt = 0, nil, nil, nil, nil
 	return f
 }
 

@@ -507,10 +507,11 @@ def digests(request: _requests.DigestsRequest) -> JobNumber:
     return core().start("digests", _encode_request(request), b"")
 
 
-def feed_open(size: int) -> int:
+def feed_open(size: int, ahead: int) -> int:
     """Make a feed of pieces of `size` bytes. Sources that are opened with `fed` from now on request
-    pieces from it. It replaces the process's previous feed."""
-    return _number(core().call("feed_open", "", pack("=1q", size)))
+    pieces from it, up to `ahead` of them before they are read. It replaces the process's previous
+    feed."""
+    return _number(core().call("feed_open", "", pack("=2q", size, ahead)))
 
 
 def feed_next(feed: int, ms: int) -> _requests.FeedEvents:
@@ -521,12 +522,17 @@ def feed_next(feed: int, ms: int) -> _requests.FeedEvents:
 
 def feed_answer(feed: int, file: int, piece: int, address: int, nbytes: int, numbers: bytes) -> int:
     """Answer a request for a piece. Without an address, the source reads its store. Return 1 if the
-    memory is used, otherwise 0. Numbers: the CRC32C of each MiB, or nothing."""
+    memory is used, otherwise 0. Numbers: the CRC32C of each 64 KiB, or nothing."""
     return _number(core().call("feed_answer", "", pack("=5q", feed, file, piece, address, nbytes) + numbers))
 
 
+def feed_wait(feed: int, file: int, piece: int, ms: int) -> None:
+    """Make reads of a piece wait for it at least `ms` from now."""
+    core().call("feed_wait", "", pack("=4q", feed, file, piece, ms))
+
+
 def feed_read(feed: int, file: int, piece: int, address: int, nbytes: int) -> _requests.FeedSums:
-    """Read a piece from its store to memory. Return the CRC32C of each MiB."""
+    """Read a piece from its store to memory. Return the CRC32C of each 64 KiB."""
     return loads(core().run("feed_read", "", pack("=5q", feed, file, piece, address, nbytes))[0])
 
 

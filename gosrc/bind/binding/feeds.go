@@ -13,15 +13,15 @@ import (
 func feedVerbs() []*Verb {
 	return []*Verb{
 		answered("feed_open", "Make a feed of pieces of `size` bytes. Sources that are opened with `fed` from now on "+
-			"request pieces from it. It replaces the process's previous feed.",
+			"request pieces from it, up to `ahead` of them before they are read. It replaces the process's previous feed.",
 			func(_ none, n []int64) (int64, error) {
-				f, err := fed.New(n[0])
+				f, err := fed.New(n[0], int(n[1]))
 				if err != nil {
 					return 0, err
 				}
 				fed.Use(f)
 				return int64(keep(f)), nil
-			}).ints("size"),
+			}).ints("size", "ahead"),
 		started("feed_next", "Wait up to `ms` for events, and return them. The memory of a piece must stay valid and "+
 			"unchanged until the event that frees it.",
 			func(ctx context.Context, _ *job.Job, _ none, n []int64) (feedEvents, error) {
@@ -51,8 +51,16 @@ func feedVerbs() []*Verb {
 				}
 				used, err := f.Answer(n[1], n[2], data, sums)
 				return truth(used), err
-			}).ints("feed", "file", "piece", "address", "nbytes").tail("the CRC32C of each MiB, or nothing"),
-		started("feed_read", "Read a piece from its store to memory. Return the CRC32C of each MiB.",
+			}).ints("feed", "file", "piece", "address", "nbytes").tail("the CRC32C of each 64 KiB, or nothing"),
+		answered("feed_wait", "Make reads of a piece wait for it at least `ms` from now.",
+			func(_ none, n []int64) (none, error) {
+				f, err := feedOf(n[0])
+				if err == nil {
+					f.Wait(n[1], n[2], time.Duration(n[3])*time.Millisecond)
+				}
+				return none{}, err
+			}).ints("feed", "file", "piece", "ms"),
+		started("feed_read", "Read a piece from its store to memory. Return the CRC32C of each 64 KiB.",
 			func(ctx context.Context, _ *job.Job, _ none, n []int64) (feedSums, error) {
 				f, err := feedOf(n[0])
 				if err != nil {

@@ -23,7 +23,7 @@ import (
 	"github.com/overwire/overwire/gosrc/source/sourcetest"
 )
 
-const pieceBytes = fed.Block
+const pieceBytes = 1 << 20
 
 // A store serves one object and counts its bytes.
 type store struct {
@@ -37,9 +37,8 @@ type counted struct {
 }
 
 func (c counted) Write(p []byte) (int, error) {
-	n, err := c.ResponseWriter.Write(p)
-	c.s.sent.Add(int64(n))
-	return n, err
+	c.s.sent.Add(int64(len(p))) // before the client may have the bytes
+	return c.ResponseWriter.Write(p)
 }
 
 func serve(t *testing.T, data []byte) *store {
@@ -63,7 +62,7 @@ type supplier struct {
 // supply makes a feed. answer gets each question and the feed; nil answers nothing.
 func supply(t *testing.T, answer func(f *fed.Feed, e fed.Event)) *supplier {
 	t.Helper()
-	f, err := fed.New(pieceBytes)
+	f, err := fed.New(pieceBytes, 4)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -356,5 +355,53 @@ func TestNames(t *testing.T) {
 	}
 	if names[0] != names[1] || names[0] != names[2] || len(slices.Compact(slices.Sorted(slices.Values(names)))) != 4 {
 		t.Error(names)
+	}
+}
+
+// A source asks for announced pieces, as many as the feed allows, each once. It asks for the next one when a piece was
+// read.
+func TestAhead(t *testing.T) {
+	data := random(8 * pieceBytes)
+	s := serve(t, data)
+	sup := supply(t, shared(data))
+	src := fedSource(t, s.URL)
+	announce := src.Facts().Prefetch
+	announce(0, src.Size())
+	announce(0, src.Size())
+	if n := sup.count(fed.Ask, 4); n != 4 {
+		t.Fatalf("%d questions, not 4", n)
+	}
+	for i := range int64(8) {
+		got := make([]byte, pieceBytes)
+		if err := src.ReadAt(t.Context(), got, i*pieceBytes); err != nil ||
+			!bytes.Equal(got, data[i*pieceBytes:][:pieceBytes]) {
+			t.Fatal(i, err)
+		}
+		if want := min(8, int(i)+5); sup.count(fed.Ask, want) != want {
+			t.Fatalf("after %d pieces: %d questions, not %d", i+1, sup.count(fed.Ask, want), want)
+		}
+	}
+	if n := sup.count(fed.Free, 8); n != 8 {
+		t.Errorf("%d pieces freed, not 8", n)
+	}
+}
+
+// A read waits longer for a piece if the supplier says so.
+func TestWait(t *testing.T) {
+	data := random(2 * pieceBytes)
+	late := make(chan struct{})
+	s := supply(t, func(f *fed.Feed, e fed.Event) {
+		f.Wait(e.File, e.Piece, time.Minute)
+		f.Wait(e.File+1, e.Piece, time.Minute) // there is none
+		spawn.Go("test", func() {
+			<-late
+			shared(data)(f, e)
+		})
+	})
+	src := fedSource(t, serve(t, data).URL)
+	time.AfterFunc(3*time.Second, func() { close(late) })
+	readAll(t, src, data)
+	if n := s.count(fed.Late, 0); n != 0 {
+		t.Errorf("%d pieces were late", n)
 	}
 }

@@ -2,9 +2,12 @@
 // has pieces of objects in memory that it shares with other processes.
 //
 // A fed source wraps the object at its store. When a read needs a piece, the source asks the supplier. The supplier
-// answers with the address of the piece, or that the source has to read its store. A source never waits much longer
-// for a piece than its store would need. The blocks of a piece have checksums, which are compared before a byte is
-// used, so the supplier is not trusted to keep the bytes intact.
+// answers with the address of the piece, or that the source has to read its store. A source reads its store if the
+// supplier says nothing about a piece for a while. The blocks of a piece have checksums, which are compared before a
+// byte is used, so the supplier is not trusted to keep the bytes intact.
+//
+// A source also asks for pieces that the running load has announced, so that several processes can read different
+// pieces from the store at the same time.
 //
 // The supplier can also use a source to read a piece from the store into its memory. Credentials therefore stay in the
 // engine.
@@ -23,12 +26,14 @@ import (
 )
 
 const (
-	// Block is the number of bytes of a piece that one checksum covers. It fits the L2 cache, so that comparing the
-	// checksum before the bytes are copied costs little.
-	Block = 1 << 20
+	// Block is the number of bytes of a piece that one checksum covers. A copied block is still in the L1 or L2 cache
+	// when its checksum is compared. A read of a part of a block copies all of it, so blocks are small.
+	Block = 64 << 10
+	// unit divides the size of a piece.
+	unit = 1 << 20
 	// part is the size of the reads from a store that fill a piece, and parts is how many of them run in parallel.
 	part, parts = 8 << 20, 8
-	// patience is the least time that a source waits for a piece while no other piece arrives.
+	// patience is how long a read waits for a piece while no other piece arrives, unless Wait says more.
 	patience = 2 * time.Second
 	// maxMissed is after how many pieces in succession that were late a source reads only from its store.
 	maxMissed = 2
@@ -62,23 +67,23 @@ type Event struct {
 
 // A Feed connects the sources of a process with their supplier. It is safe for concurrent use.
 type Feed struct {
-	size int64 // of a piece, except the last one of an object
+	size  int64 // of a piece, except the last one of an object
+	ahead int   // the most pieces that a source asks for before they are read
 
 	mu      sync.Mutex
 	events  []Event
 	more    chan struct{} // closed when an event is added, and then replaced
 	sources map[int64]*Source
-	last    int64         // number of the newest source
-	took    time.Duration // average time that a store needed for a piece; 0 if unknown
+	last    int64 // number of the newest source
 	shut    bool
 }
 
-// New returns a feed of pieces of a size in bytes.
-func New(size int64) (*Feed, error) {
-	if size < Block || size%Block != 0 || size > 1<<32 {
+// New returns a feed of pieces of a size in bytes. A source asks for up to `ahead` pieces before they are read.
+func New(size int64, ahead int) (*Feed, error) {
+	if size < unit || size%unit != 0 || size > 1<<32 {
 		return nil, errs.New(errs.ErrArgument, "pieces of %d bytes: expected a multiple of 1 MiB, at most 4 GiB", size)
 	}
-	return &Feed{size: size, more: make(chan struct{}), sources: map[int64]*Source{}}, nil
+	return &Feed{size: size, ahead: ahead, more: make(chan struct{}), sources: map[int64]*Source{}}, nil
 }
 
 // current is the feed that Wrap uses.
@@ -189,6 +194,14 @@ func (f *Feed) Answer(file, number int64, bytes []byte, sums []uint32) (bool, er
 	return s.settle(number, bytes, sums), nil
 }
 
+// Wait makes reads of a piece wait for it at least until the time has passed, for example because another process is
+// reading it from the store.
+func (f *Feed) Wait(file, number int64, d time.Duration) {
+	if s, _, err := f.find(file, number); err == nil { // otherwise it was closed since it asked
+		s.extendWait(number, time.Now().Add(d))
+	}
+}
+
 // Read reads a piece of a source from its store, and returns the CRC32C of each block. len(to) is the size of the
 // piece.
 func (f *Feed) Read(ctx context.Context, file, number int64, to []byte) ([]uint32, error) {
@@ -199,7 +212,6 @@ func (f *Feed) Read(ctx context.Context, file, number int64, to []byte) ([]uint3
 	if int64(len(to)) != n {
 		return nil, errs.New(errs.ErrArgument, "piece %d of file %d has %d bytes, not %d", number, file, n, len(to))
 	}
-	began := time.Now()
 	err = spawn.Each(ctx, "feed", parts, int(sizes.CeilDiv(n, part)), func(i int) error {
 		from, to := int64(i)*part, to[i*part:min(n, int64(i+1)*part)]
 		return s.Source.ReadAt(ctx, to, number*f.size+from)
@@ -207,28 +219,11 @@ func (f *Feed) Read(ctx context.Context, file, number int64, to []byte) ([]uint3
 	if err != nil {
 		return nil, err
 	}
-	f.measure(time.Since(began))
 	sums := make([]uint32, sizes.CeilDiv(n, Block))
 	for i := range sums {
 		sums[i] = crc32.Checksum(to[i*Block:min(n, int64(i+1)*Block)], castagnoli)
 	}
 	return sums, nil
-}
-
-func (f *Feed) measure(took time.Duration) {
-	f.mu.Lock()
-	defer f.mu.Unlock()
-	if f.took == 0 {
-		f.took = took
-	}
-	f.took += (took - f.took) / 4
-}
-
-// wait returns how long a source waits for a piece while no other piece arrives.
-func (f *Feed) wait() time.Duration {
-	f.mu.Lock()
-	defer f.mu.Unlock()
-	return max(patience, f.took)
 }
 
 // Close makes all sources read only from their stores, and waits until none uses memory of the supplier.

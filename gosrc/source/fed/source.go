@@ -31,6 +31,8 @@ type Source struct {
 
 	mu     sync.Mutex
 	pieces map[int64]*piece
+	next   []int64   // pieces that were announced and not asked for
+	busy   int       // pieces that were asked for and are neither freed nor read from the store
 	idle   []*piece  // pieces in memory without users; the longest unused first
 	moved  time.Time // when the last piece was settled
 	missed int       // late pieces in succession
@@ -40,7 +42,6 @@ type Source struct {
 // late.
 type piece struct {
 	number  int64
-	asked   time.Time
 	settled chan struct{} // closed when the fields below are set
 	bytes   []byte        // nil: read the store
 	sums    []uint32
@@ -49,7 +50,9 @@ type piece struct {
 
 	// Guarded by the source's mu.
 	users int
-	done  bool // settled is closed
+	used  bool      // a read has held it
+	done  bool      // settled is closed
+	until time.Time // the supplier says that waiting is worthwhile until then
 }
 
 func (s *Source) tell(what string, number int64) {
@@ -63,7 +66,7 @@ func (s *Source) Facts() source.Facts {
 	f := s.Source.Facts()
 	n := f.RangeBytes
 	f = f.ReadAtOnly()
-	f.RangeBytes, f.Ranges = n, s
+	f.RangeBytes, f.Ranges, f.Prefetch, f.Doubt = n, s, s.announceRange, s.doubtRange
 	return f
 }
 
@@ -73,18 +76,77 @@ func (s *Source) hold(number int64) *piece {
 	defer s.mu.Unlock()
 	p := s.pieces[number]
 	if p == nil {
-		p = &piece{number: number, settled: make(chan struct{}), asked: time.Now()}
-		s.pieces[number] = p
-		if s.isGone() {
-			p.finish(nil, nil)
-		} else {
-			s.tell(Ask, number)
-		}
+		p = s.askFor(number)
+	}
+	if !p.used {
+		p.used = true
+		s.next = slices.DeleteFunc(s.next, func(one int64) bool { return one == number })
 	}
 	if p.users++; p.users == 1 {
 		s.idle = slices.DeleteFunc(s.idle, func(one *piece) bool { return one == p })
 	}
 	return p
+}
+
+// askFor asks for a piece. The caller holds s.mu.
+func (s *Source) askFor(number int64) *piece {
+	p := &piece{number: number, settled: make(chan struct{})}
+	s.pieces[number] = p
+	s.busy++
+	if s.isGone() {
+		s.finish(p, nil, nil)
+	} else {
+		s.tell(Ask, number)
+	}
+	return p
+}
+
+// announceRange asks for the pieces of a range that will be read soon, when there is room for them.
+func (s *Source) announceRange(off, n int64) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for number := max(0, off) / s.feed.size; number*s.feed.size < min(off+n, s.Size()); number++ {
+		if s.pieces[number] == nil && !slices.Contains(s.next, number) {
+			s.next = append(s.next, number)
+		}
+	}
+	s.askAhead()
+}
+
+// doubtRange makes the source read the pieces of a range from the store. It returns false if it has done so before.
+func (s *Source) doubtRange(off, n int64) (doubted bool) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for number := off / s.feed.size; number*s.feed.size < off+n; number++ {
+		p := s.pieces[number]
+		switch {
+		case p == nil: // read completely, and freed
+			p = s.readFromStore(number)
+		case p.bytes == nil && !p.bad.Load():
+			continue
+		}
+		if !p.bad.Swap(true) {
+			s.tell(Bad, number)
+		}
+		doubted = true
+	}
+	return doubted
+}
+
+// readFromStore makes the source read a piece from the store. The caller holds s.mu.
+func (s *Source) readFromStore(number int64) *piece {
+	p := &piece{number: number, settled: make(chan struct{}), used: true, done: true}
+	close(p.settled)
+	s.pieces[number] = p
+	return p
+}
+
+// askAhead asks for pieces that were announced. The caller holds s.mu.
+func (s *Source) askAhead() {
+	for len(s.next) > 0 && s.busy < s.feed.ahead && !s.isGone() {
+		s.askFor(s.next[0])
+		s.next = s.next[1:]
+	}
 }
 
 // release undoes hold. A piece that was read completely is freed.
@@ -109,17 +171,20 @@ func (s *Source) rest(p *piece) {
 	}
 	delete(s.pieces, p.number)
 	if p.bad.Load() {
-		atStore := &piece{number: p.number, settled: make(chan struct{})}
-		atStore.finish(nil, nil)
-		s.pieces[p.number] = atStore
+		s.readFromStore(p.number).bad.Store(true)
 	}
+	s.busy--
 	s.tell(Free, p.number)
+	s.askAhead()
 }
 
-// finish settles a piece. The caller holds the source's mu.
-func (p *piece) finish(bytes []byte, sums []uint32) {
+// finish settles a piece. The caller holds s.mu.
+func (s *Source) finish(p *piece, bytes []byte, sums []uint32) {
 	p.bytes, p.sums, p.done = bytes, sums, true
 	close(p.settled)
+	if bytes == nil {
+		s.busy--
+	}
 }
 
 // settle gives a piece to its readers. It returns false if the bytes are not used.
@@ -131,27 +196,45 @@ func (s *Source) settle(number int64, bytes []byte, sums []uint32) bool {
 		return false
 	}
 	s.moved = time.Now()
-	p.finish(bytes, sums)
+	s.finish(p, bytes, sums)
 	if bytes == nil {
+		s.askAhead()
 		return false
 	}
 	s.missed = 0
-	if p.users == 0 {
+	if p.users == 0 && p.used {
 		s.rest(p)
 	}
 	return true
 }
 
+// extendWait makes reads wait longer for a piece.
+func (s *Source) extendWait(number int64, until time.Time) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if p := s.pieces[number]; p != nil && until.After(p.until) {
+		p.until = until
+	}
+}
+
+// waitEnd returns when a read that has waited since a time gives a piece up. The caller holds s.mu.
+func (s *Source) waitEnd(p *piece, since time.Time) time.Time {
+	if s.moved.After(since) {
+		since = s.moved
+	}
+	if since = since.Add(patience); p.until.After(since) {
+		return p.until
+	}
+	return since
+}
+
 // await waits until a piece is settled.
 func (s *Source) await(ctx context.Context, p *piece) error {
+	since := time.Now()
 	for {
 		s.mu.Lock()
-		since := p.asked
-		if s.moved.After(since) {
-			since = s.moved
-		}
+		late := time.NewTimer(time.Until(s.waitEnd(p, since)))
 		s.mu.Unlock()
-		late := time.NewTimer(time.Until(since.Add(s.feed.wait())))
 		select {
 		case <-p.settled:
 			late.Stop()
@@ -168,15 +251,15 @@ func (s *Source) await(ctx context.Context, p *piece) error {
 	}
 }
 
-// giveUp settles a piece that is late, unless another piece has arrived since the wait began.
+// giveUp settles a piece that is late.
 func (s *Source) giveUp(p *piece, since time.Time) {
 	s.mu.Lock()
-	if p.done || s.moved.After(since) {
+	if p.done || time.Now().Before(s.waitEnd(p, since)) {
 		s.mu.Unlock()
 		return
 	}
 	s.moved = time.Now()
-	p.finish(nil, nil)
+	s.finish(p, nil, nil)
 	s.missed++
 	alone := s.missed >= maxMissed
 	s.mu.Unlock()
@@ -194,11 +277,11 @@ func (s *Source) leave(what string) {
 	s.mu.Lock()
 	for _, p := range s.pieces {
 		if !p.done {
-			p.finish(nil, nil)
+			s.finish(p, nil, nil)
 		}
 	}
 	clear(s.pieces)
-	s.idle = nil
+	s.idle, s.next, s.busy = nil, nil, 0
 	s.mu.Unlock()
 	s.tell(what, 0)
 }
@@ -212,7 +295,8 @@ func (s *Source) isGone() bool {
 
 // copyFrom copies bytes of a settled piece that the caller holds. It returns false if they have to be read from the
 // store.
-func (s *Source) copyFrom(p *piece, to []byte, from int64) bool {
+// own is a buffer for a block of which only a part is wanted.
+func (s *Source) copyFrom(p *piece, to []byte, from int64, own *[]byte) bool {
 	s.memory.RLock()
 	defer s.memory.RUnlock()
 	if s.gone || p.bytes == nil || p.bad.Load() {
@@ -222,7 +306,6 @@ func (s *Source) copyFrom(p *piece, to []byte, from int64) bool {
 		p.read.Add(int64(copy(to, p.bytes[from:])))
 		return true
 	}
-	var own []byte // a copy of a block of which only a part is wanted
 	for at, rest := from, to; len(rest) > 0; {
 		i := at / Block
 		shared := p.bytes[i*Block : min(int64(len(p.bytes)), (i+1)*Block)]
@@ -230,8 +313,8 @@ func (s *Source) copyFrom(p *piece, to []byte, from int64) bool {
 		n := min(len(rest), len(shared)-skip)
 		checked := rest[:n] // the copy, because the shared bytes may change after any check
 		if n < len(shared) {
-			own = append(own[:0], shared...)
-			checked = own
+			*own = append((*own)[:0], shared...)
+			checked = *own
 		} else {
 			copy(checked, shared)
 		}
@@ -242,7 +325,7 @@ func (s *Source) copyFrom(p *piece, to []byte, from int64) bool {
 			return false
 		}
 		if n < len(shared) {
-			copy(rest[:n], own[skip:])
+			copy(rest[:n], (*own)[skip:])
 		}
 		at, rest = at+int64(n), rest[n:]
 	}
@@ -291,6 +374,7 @@ type span struct {
 	ctx     context.Context
 	at, end int64
 	held    []*piece
+	own     []byte       // a copy of a block
 	store   source.Range // reads the whole range from the store; nil if pieces are used
 	waited  time.Duration
 }
@@ -344,7 +428,7 @@ func (r *span) Next(p []byte) error {
 		if err := s.await(r.ctx, one); err != nil {
 			return err
 		}
-		if !s.copyFrom(one, p[:n], from) {
+		if !s.copyFrom(one, p[:n], from, &r.own) {
 			if err := s.Source.ReadAt(source.Urgent(r.ctx), p[:n], r.at); err != nil {
 				return err
 			}

@@ -34,16 +34,17 @@ def feeds(ray: object) -> bool:
     way = str(setting("OVERWIRE_RAY")) if ray is None else "on" if ray else "off"
     if way == "off" or forked():
         return False
-    if way == "on":
-        return _start(_connect())
-    module = sys.modules.get("ray")
+    module = _connect() if way == "on" else sys.modules.get("ray")
     try:
-        if module is None or not module.is_initialized() or sum(1 for one in module.nodes() if one["Alive"]) < 2:
-            return False
-        return _start(module)
-    except Exception as error:
-        log.info("ray: not used (%s)", type(error).__name__)
+        return (way == "on" or _is_fleet(module)) and _start(module)
+    except Exception as error:  # no load fails because of Ray
+        log.warning("overwire: ray: not used (%s): reading from the store instead", type(error).__name__)
         return False
+
+
+def _is_fleet(ray: Any) -> bool:
+    """Returns whether the process is connected to a cluster of several nodes. ray: the module or None."""
+    return ray is not None and ray.is_initialized() and sum(1 for one in ray.nodes() if one["Alive"]) > 1
 
 
 def _connect() -> Any:
@@ -68,8 +69,9 @@ def _start(ray: Any) -> bool:
 
     with _lock:
         session = ray.get_runtime_context().get_job_id(), ray.get_runtime_context().get_node_id()
-        if _feeder is not None and _session == session:
-            return True
+        if _session == session:
+            return _feeder is not None  # what failed once is not tried again
+        _session = session
         if _feeder is not None:  # the process has left a cluster and joined another one
             _feeder.stop()
             _feeder = None
@@ -83,5 +85,5 @@ def _start(ray: Any) -> bool:
                 setting("OVERWIRE_RAY_PERCENT"), _FEWEST, piece >> 20,
             )  # fmt: skip
             return False
-        _feeder, _session = Feeder(ray, piece, room), session
+        _feeder = Feeder(ray, piece, room)
     return True

@@ -7,28 +7,33 @@ therefore imports only the standard library. A lost directory costs time only: t
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import time
 from collections import OrderedDict
+from collections.abc import Iterable
 from typing import Any
 
-#: Seconds for which a lease holds without `renew`, and for which a node that asked for a piece of an object counts as
-#: one of the object's readers.
-LEASE, RECENT = 1.5, 10.0
+#: Seconds for which a lease holds after its process last called `take_work`, for which a process counts as one that
+#: wants pieces, and for which a node that wanted a piece of an object counts as one of the object's readers.
+LEASE, RECENT = 3.0, 10.0
 
-#: Seconds that a node waits for the reader of a piece before it reads the piece itself.
-HEAD_START = 0.5
+#: The most seconds that one call of `take_work` lasts, that a process waits for room on its node, and that it waits for
+#: a piece.
+POLL, FULL, PATIENCE = 0.5, 2.0, 30.0
+
+#: How many leases a process has at most: one that it reads, and one so that it never waits for the next.
+LEASES = 2
 
 #: A piece: the name of the object's state, and the piece's number.
 Key = tuple[str, int]
 
 
 class Piece:
-    """A shared piece: the list that holds Ray's reference to its bytes, their checksums, the node that read it, its
-    size, and the nodes that have it."""
+    """A shared piece: the list that holds Ray's reference to its bytes, their checksums, the process and node that
+    read it, its size, the seconds that reading took, and the nodes that have it."""
 
-    def __init__(self, refs: list[Any], sums: list[int], node: str, size: int) -> None:
-        self.refs, self.sums, self.node, self.size = refs, sums, node, size
+    def __init__(self, refs: list[Any], sums: bytes, process: str, node: str, size: int, seconds: float) -> None:
+        self.refs, self.sums, self.process, self.node = refs, sums, process, node
+        self.size, self.seconds = size, seconds
         self.nodes = {node}
 
 
@@ -39,10 +44,23 @@ class Lease:
         self.node, self.process, self.size, self.until = node, process, size, time.monotonic() + LEASE
 
 
-def choose_owner(key: Key, nodes: list[str]) -> str:
-    """Returns the node that reads a piece: the one with the highest random weight. Most pieces keep their node when
-    another node joins or leaves."""
-    return max(nodes, key=lambda node: hashlib.sha256(f"{key[0]} {key[1]} {node}".encode()).digest())
+class Process:
+    """A process that wants pieces. wants: their sizes, and since when, in the order in which it needs them."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.node, self.room, self.seen = name, "", 0, 0.0
+        self.wants: dict[Key, tuple[int, float]] = {}
+        self.change = asyncio.Event()
+
+
+class Answer:
+    """What a process does about pieces: fetch those in `pieces`, as (key, reference, checksums, owner, seconds); read
+    and share those in `reads`; read those in `stores` for itself. The others are on their way."""
+
+    def __init__(self) -> None:
+        self.pieces: list[tuple[Key, list[Any], bytes, str, float]] = []
+        self.reads: list[Key] = []
+        self.stores: list[Key] = []
 
 
 class Directory:
@@ -51,61 +69,103 @@ class Directory:
     def __init__(self) -> None:
         self.pieces: OrderedDict[Key, Piece] = OrderedDict()  # the longest unused first
         self.leases: dict[Key, Lease] = {}
-        self.readers: dict[str, dict[str, float]] = {}  # when each node last asked for a piece of an object
+        self.processes: dict[str, Process] = {}
+        self.readers: dict[str, dict[str, float]] = {}  # when each node last wanted a piece of an object
         self.used: dict[str, int] = {}  # bytes of pieces and leases by node
-        self._change = asyncio.Event()
 
-    def _notify(self) -> None:
-        self._change.set()
-        self._change = asyncio.Event()
+    async def add_wants(self, process: str, wants: list[tuple[str, int, int]]) -> None:
+        """Adds pieces, as (name, number, size), to those of a running `take_work`."""
+        one = self.processes.get(process)
+        if one is not None:
+            for name, number, size in wants:
+                one.wants.setdefault((name, number), (size, time.monotonic()))
+            one.change.set()
 
-    async def ask(
-        self, name: str, number: int, size: int, node: str, process: str, room: int, patience: float
-    ) -> tuple[str, list[Any], list[int]]:
-        """Returns what a process does about a piece of `size` bytes: ("piece", reference, checksums), or ("read", [],
-        []) if it reads the piece from the store and then calls `put` or `fail`, or ("store", [], []) if it reads the
-        piece for itself. room: the most bytes of pieces on the node. patience: how many seconds this may take."""
-        key, began = (name, number), time.monotonic()
+    async def take_work(
+        self, process: str, node: str, room: int, wants: list[tuple[str, int, int]], reads: list[Key], has: list[Key]
+    ) -> tuple[list[Any], list[Key], list[Key]]:
+        """Waits until a process can do something about the pieces that it wants, and returns the parts of an Answer.
+
+        room: the most bytes of pieces on the node. wants: pieces as (name, number, size). reads: its leases, which
+        this renews. has: pieces that its node has received."""
+        began = time.monotonic()
+        one = self.processes.setdefault(process, Process(process))
+        one.node, one.room, before = node, room, one.wants
+        one.wants = {(name, number): before.get((name, number), (size, began)) for name, number, size in wants}
+        for key in has:
+            if key in self.pieces:
+                self.pieces[key].nodes.add(node)
+        for key in reads:
+            if key in self.leases and self.leases[key].process == process:
+                self.leases[key].until = began + LEASE
         while True:
-            now = time.monotonic()
-            self.readers.setdefault(name, {})[node] = now
-            piece = self.pieces.get(key)
-            if piece is not None:
-                self.pieces.move_to_end(key)
-                return "piece", piece.refs, piece.sums
-            self._end_leases(now)
-            if size > room or now >= began + patience:
-                return "store", [], []
-            if key not in self.leases:
-                is_owner = choose_owner(key, self._recent(name, now)) == node
-                if (is_owner or now >= began + HEAD_START) and self._make_room(name, node, size, room, now):
-                    self.leases[key] = Lease(node, process, size)
-                    self.used[node] = self.used.get(node, 0) + size
-                    return "read", [], []
-            change = self._change
+            one.change.clear()
+            now = one.seen = time.monotonic()
+            for name, _ in one.wants:
+                self.readers.setdefault(name, {})[node] = now
+            self._end_old(now)
+            answer = self._answer(one, now)
+            if answer.pieces or answer.reads or answer.stores or now >= began + POLL:
+                return answer.pieces, answer.reads, answer.stores
             try:
-                await asyncio.wait_for(change.wait(), 0.1)
+                await asyncio.wait_for(one.change.wait(), began + POLL - now)
             except asyncio.TimeoutError:
                 pass
 
-    def _recent(self, name: str, now: float) -> list[str]:
-        return [node for node, last in self.readers.get(name, {}).items() if last > now - RECENT]
+    def _answer(self, one: Process, now: float) -> Answer:
+        answer = Answer()
+        count = sum(1 for lease in self.leases.values() if lease.process == one.name)
+        for key, (size, since) in list(one.wants.items()):
+            piece = self.pieces.get(key)
+            if piece is not None:
+                self.pieces.move_to_end(key)
+                answer.pieces.append((key, piece.refs, piece.sums, piece.process, piece.seconds))
+            elif now > since + PATIENCE:
+                answer.stores.append(key)
+            elif key in self.leases or count >= LEASES:
+                continue
+            elif self._make_room(one.node, size, one.room, now):
+                self.leases[key] = Lease(one.node, one.name, size)
+                self.used[one.node] = self.used.get(one.node, 0) + size
+                answer.reads.append(key)
+                count += 1
+            elif now > since + FULL or not self._is_wanted(key, size, one.name):
+                answer.stores.append(key)
+            else:
+                continue
+            del one.wants[key]
+        return answer
 
-    def _end_leases(self, now: float) -> None:
+    def _is_wanted(self, key: Key, size: int, but: str) -> bool:
+        # Whether another process may read and share a piece.
+        return any(key in one.wants and one.room >= size for name, one in self.processes.items() if name != but)
+
+    def _notify(self, key: Key, process: str = "") -> None:
+        for name, one in self.processes.items():
+            if key in one.wants or name == process:
+                one.change.set()
+
+    def _end_old(self, now: float) -> None:
         for key in [key for key, lease in self.leases.items() if lease.until < now]:
             self._end_lease(key)
+        for name in [name for name, one in self.processes.items() if one.seen < now - RECENT]:
+            del self.processes[name]
 
     def _end_lease(self, key: Key) -> None:
         lease = self.leases.pop(key)
         self.used[lease.node] -= lease.size
+        self._notify(key, lease.process)
 
-    def _make_room(self, name: str, node: str, size: int, room: int, now: float) -> bool:
+    def _make_room(self, node: str, size: int, room: int, now: float) -> bool:
         # Drops the longest unused pieces of the node: those of objects that no node reads, and those that all readers
         # of their object have.
+        if size > room:
+            return False
         if self.used.get(node, 0) + size <= room:
             return True
         for key, piece in list(self.pieces.items()):
-            if piece.node == node and piece.nodes.issuperset(self._recent(key[0], now)):
+            recent = (one for one, last in self.readers.get(key[0], {}).items() if last > now - RECENT)
+            if piece.node == node and piece.nodes.issuperset(recent):
                 self._drop(key)
                 if self.used.get(node, 0) + size <= room:
                     return True
@@ -115,41 +175,28 @@ class Directory:
         piece = self.pieces.pop(key)
         self.used[piece.node] -= piece.size
 
-    async def renew(self, process: str) -> None:
-        """Keeps a process's leases."""
-        until = time.monotonic() + LEASE
-        for lease in self.leases.values():
-            if lease.process == process:
-                lease.until = until
-
-    async def put(self, name: str, number: int, size: int, node: str, refs: list[Any], sums: list[int]) -> None:
+    async def put(
+        self, key: Key, size: int, process: str, node: str, refs: list[Any], sums: bytes, seconds: float
+    ) -> None:
         """Shares a piece that a process has read. refs: a list with one reference, which keeps Ray from fetching it."""
-        key = name, number
         if key in self.leases:
             self._end_lease(key)
         if key not in self.pieces:
-            self.pieces[key] = Piece(refs, sums, node, size)
+            self.pieces[key] = Piece(refs, sums, process, node, size, seconds)
             self.used[node] = self.used.get(node, 0) + size
-        self._notify()
+        self._notify(key, process)
 
-    async def fail(self, name: str, number: int, process: str) -> None:
+    async def fail(self, key: Key, process: str) -> None:
         """Ends the lease of a process that could not read the piece."""
-        lease = self.leases.get((name, number))
-        if lease is not None and lease.process == process:
-            self._end_lease((name, number))
-            self._notify()
+        if key in self.leases and self.leases[key].process == process:
+            self._end_lease(key)
 
-    async def got(self, name: str, number: int, node: str) -> None:
-        """Records that a node has a piece."""
-        piece = self.pieces.get((name, number))
-        if piece is not None:
-            piece.nodes.add(node)
-
-    async def drop(self, name: str, number: int, refs: list[Any]) -> None:
-        """Forgets a piece that is lost or wrong, unless it has been replaced since. refs: from `ask`."""
-        piece = self.pieces.get((name, number))
-        if piece is not None and piece.refs == refs:
-            self._drop((name, number))
+    async def drop(self, keys: Iterable[Key] | None, process: str) -> None:
+        """Forgets pieces that are lost or wrong, unless another process has replaced them. process: the owner; it has
+        ended if keys is None."""
+        for key in list(self.pieces if keys is None else keys):
+            if key in self.pieces and self.pieces[key].process == process:
+                self._drop(key)
 
     async def leave(self, name: str, node: str) -> None:
         """Records that a node no longer reads an object."""

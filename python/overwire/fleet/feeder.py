@@ -10,10 +10,12 @@ import atexit
 import os
 import pickle
 import time
+from array import array
 from collections.abc import Callable
+from functools import partial
 from mmap import mmap
 from queue import SimpleQueue
-from threading import BoundedSemaphore, Thread
+from threading import BoundedSemaphore, Event, Thread
 from typing import TYPE_CHECKING, Any
 
 from .. import _verbs
@@ -28,19 +30,26 @@ if TYPE_CHECKING:
     from .._requests import FedEvent
 
 #: The namespace in Ray, and the name of the directory, which changes with its methods.
-NAMESPACE, DIRECTORY = "overwire", "directory-1"
+NAMESPACE, DIRECTORY = "overwire", "directory-2"
 
-# How many pieces a process handles, and reads from the store, at the same time.
-_PIECES, _READS = 16, 2
+# How many threads handle pieces, how many of them read from the store, and the most pieces that the engine asks for
+# before it reads them.
+_PIECES, _READS, _AHEAD = 4, 2, 16
 
-# Seconds: the most for an answer of the directory, for fetching a piece from Ray, and between renewals of leases.
-_PATIENCE, _FETCH, _RENEW = 10.0, 30.0, 0.5
+# Seconds: the most for the first answer of the directory, and for later ones.
+_START, _PATIENCE = 30.0, 5.0
+
+# Seconds that the engine waits at least for a piece that is on its way. A piece that Ray transfers may take as long as
+# several reads of the node that read it from the store, because all nodes share its link.
+_WAIT, _READS_LONG = 2.0, 4
 
 # Sharing a piece should take no longer than this, in seconds. Ray takes longer if it has to spill other objects first.
 _SHARE = 5.0
 
 # Milliseconds that one wait for events takes.
-_WAIT = 1000
+_EVENTS = 1000
+
+Piece = tuple[int, int]  # the numbers of a file and of one of its pieces
 
 
 def find_directory(ray: Any) -> Any:
@@ -63,19 +72,24 @@ class Feeder:
     def __init__(self, ray: Any, piece: int, room: int) -> None:
         self._ray, self._room = ray, room
         self._directory = find_directory(ray)
+        ray.get(self._directory.counts.remote(), timeout=_START)  # a new actor starts in some seconds
         self._node: str = ray.get_runtime_context().get_node_id()
         self._process = f"{self._node} {os.getpid()}"
-        # The memory of the pieces that the engine uses, by file and piece.
-        self._memory: dict[tuple[int, int], Any] = {}
-        self._asked: dict[int, set[int]] = {}  # the engine's open questions: pieces by file
+        self._memory: dict[Piece, Any] = {}  # of the pieces that the engine uses
+        self._owners: dict[Piece, str] = {}  # of all pieces that it has used
+        self._asked: dict[Piece, FedEvent] = {}  # the engine's open questions
+        self._busy: set[Piece] = set()  # those that a thread works on
+        self._leases: set[directory.Key] = set()
+        self._has: list[directory.Key] = []  # received since the last call of the directory
         self._lock = new_lock()
+        self._todo = Event()  # the directory has to be called
+        self._is_over = False
         self._reads = BoundedSemaphore(_READS)
-        self._leases = 0
         self._said: set[str] = set()
-        self._work: SimpleQueue[tuple[Callable[[FedEvent], None], FedEvent]] = SimpleQueue()
-        self._feed = _verbs.feed_open(piece)
+        self._work: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._feed = _verbs.feed_open(piece, max(1, min(_AHEAD, room // piece // 2)))
         atexit.register(self.stop)  # runs before Ray's own, which frees the memory of pieces
-        for run in (self._take_events, self._renew_leases, *[self._take_work] * _PIECES):
+        for run in (self._take_events, self._take_answers, *[self._take_work] * _PIECES):
             start_thread(Thread(target=run, name="overwire-ray", daemon=True).start)
 
     def stop(self) -> None:
@@ -98,139 +112,195 @@ class Feeder:
     def _take_events(self) -> None:
         while True:
             try:
-                events = _verbs.feed_next(self._feed, _WAIT)["events"] or ()
-            except OverwireError:
-                return  # closed, or the process ends
-            for event in events:
-                try:
+                events = _verbs.feed_next(self._feed, _EVENTS)["events"] or ()
+            except OverwireError:  # closed, or the process ends
+                self._is_over = True
+                self._todo.set()
+                return
+            try:
+                for event in events:
                     self._handle(event)
-                except Exception as error:
-                    self._say("pieces cannot be shared", error)
+                wants = [(one["name"], one["piece"], one["bytes"]) for one in events if one["what"] == "ask"]
+                if wants:
+                    self._directory.add_wants.remote(self._process, wants)
+                    self._todo.set()
+            except Exception as error:
+                self._say("pieces cannot be shared", error)
 
     def _take_work(self) -> None:
         while True:
-            work, event = self._work.get()
-            work(event)
+            self._work.get()()
 
     def _handle(self, event: FedEvent) -> None:
         what, file = event["what"], event["file"]
-        if what == "ask":
-            self._asked.setdefault(file, set()).add(event["piece"])
-            self._work.put((self._serve, event))
-        elif what == "free":
-            with self._lock:
-                self._memory.pop((file, event["piece"]), None)
-        elif what == "bad":
+        piece = file, event["piece"]
+        with self._lock:
+            if what == "ask":
+                self._asked[piece] = event
+            elif what == "free":
+                self._memory.pop(piece, None)
+            elif what == "late":
+                self._asked.pop(piece, None)
+            elif what != "bad":
+                self._asked = {key: one for key, one in self._asked.items() if key[0] != file}
+                self._memory = {key: one for key, one in self._memory.items() if key[0] != file}
+                self._owners = {key: one for key, one in self._owners.items() if key[0] != file}
+        if what == "bad":
             self._say("has a wrong checksum", "dropped for all nodes", event)
-            self._work.put((self._drop_bad, event))
+            if piece in self._owners:
+                self._directory.drop.remote([(event["name"], event["piece"])], self._owners[piece])
         elif what == "late":
-            self._asked.get(file, set()).discard(event["piece"])
             self._say("is late", "the store would be faster", event)
-        else:
-            if what == "alone":
-                self._say("does not arrive", "no more pieces are asked for", event)
-            self._asked.pop(file, None)
-            with self._lock:
-                for key in [key for key in self._memory if key[0] == file]:
-                    del self._memory[key]
+        elif what == "alone":
+            self._say("does not arrive", "no more pieces are asked for", event)
+        if what in ("alone", "close"):
             self._directory.leave.remote(event["name"], self._node)
 
-    def _serve(self, event: FedEvent) -> None:
-        try:
-            if self._share(event):
-                return
-        except OverwireError:
-            pass  # the engine reads the store itself, and reports the error
-        except Exception as error:
-            self._say("pieces cannot be shared", error)
-        self._answer(event)
-
-    def _answer(self, event: FedEvent, memory: Any = None, sums: list[int] | None = None) -> bool:
-        """Answers the engine's question. Returns whether it uses the memory."""
-        file, piece = event["file"], event["piece"]
-        if memory is None:
-            _verbs.feed_answer(self._feed, file, piece, 0, 0, b"")
-            return False
-        address, size, holder = buffer_of(memory)
-        with self._lock:  # the event that frees the memory waits
-            numbers = b"".join(one.to_bytes(8, "little") for one in sums or ())
-            is_used = bool(_verbs.feed_answer(self._feed, file, piece, address, size, numbers))
-            if is_used:
-                self._memory[file, piece] = holder
-        return is_used
-
-    def _is_over(self, event: FedEvent) -> bool:
-        # Whether the engine no longer waits for an answer, because it reads the store itself.
-        return event["piece"] not in self._asked.get(event["file"], ())
-
-    def _share(self, event: FedEvent) -> bool:
-        """Gets a piece from another process, or reads and shares it. Returns whether the question is answered."""
-        for _ in range(2):
-            if self._is_over(event):
-                return True
-            todo, refs, sums = self._call(
-                self._directory.ask, event["bytes"], self._node, self._process, self._room, _PATIENCE, event=event
-            )
-            if todo == "read":
-                self._read(event)
-                return True
-            if todo != "piece" or not sums:  # the engine would trust a piece without checksums
-                return False
+    def _take_answers(self) -> None:
+        # Asks the directory as long as the engine has questions or this process has leases.
+        while not self._is_over:
+            with self._lock:
+                wants = [one for piece, one in self._asked.items() if piece not in self._busy]
+                leases, has = list(self._leases), self._has
+                self._has = []
+                if not (wants or leases or has):
+                    self._todo.clear()
+            if not (wants or leases or has):
+                self._todo.wait()
+                continue
             try:
-                memory = self._ray.get(refs[0], timeout=_FETCH)
-            except self._ray.exceptions.RayError as error:
-                self._say("is lost", error, event)
-                self._directory.drop.remote(event["name"], event["piece"], refs)
-                continue  # the next answer may be to read and share the piece again
-            self._answer(event, memory, sums)
-            self._directory.got.remote(event["name"], event["piece"], self._node)
-            return True
-        return False
+                keys = [(one["name"], one["piece"], one["bytes"]) for one in wants]
+                work = self._directory.take_work.remote(self._process, self._node, self._room, keys, leases, has)
+                pieces, reads, stores = self._ray.get(work, timeout=_PATIENCE)
+            except Exception as error:
+                self._say("the directory does not answer", error)
+                for one in wants:
+                    self._answer(one)
+                self._find_again()
+                continue
+            for key, refs, sums, owner, seconds in pieces:
+                self._start(key, partial(self._fetch, refs=refs, sums=sums, owner=owner, seconds=seconds), True)
+            for key in reads:
+                with self._lock:
+                    self._leases.add(key)
+                if not self._start(key, self._read, False):
+                    self._end_lease(key)
+            for key in stores:
+                self._start(key, self._decline, True)
+            self._extend()
 
-    def _call(self, method: Any, *rest: Any, event: FedEvent) -> Any:
-        return self._ray.get(method.remote(event["name"], event["piece"], *rest), timeout=_PATIENCE + 5)
+    def _find_again(self) -> None:
+        try:
+            self._directory = find_directory(self._ray)
+            self._ray.get(self._directory.counts.remote(), timeout=_START)
+        except Exception:
+            time.sleep(1)  # the engine reads its store
+
+    def _start(self, key: directory.Key, work: Callable[[FedEvent], object], for_all: bool) -> bool:
+        """Lets threads work on the questions for a piece, or on one of them. Returns whether there are any."""
+        with self._lock:
+            events = [one for piece, one in self._asked.items()
+                      if piece not in self._busy and (one["name"], one["piece"]) == key]  # fmt: skip
+            events = events if for_all else events[:1]
+            self._busy.update((one["file"], one["piece"]) for one in events)
+        for event in events:
+            self._work.put(partial(self._serve, work, event))
+        return bool(events)
+
+    def _serve(self, work: Callable[[FedEvent], object], event: FedEvent) -> None:
+        try:
+            work(event)
+        except Exception as error:
+            if not isinstance(error, OverwireError):  # the engine reads the store itself, and reports the error
+                self._say("pieces cannot be shared", error)
+            self._answer(event)
+            self._set_free(event)
+
+    def _set_free(self, event: FedEvent) -> None:
+        with self._lock:
+            self._busy.discard((event["file"], event["piece"]))
+        self._todo.set()
+
+    def _extend(self) -> None:
+        # The directory has answered, so pieces that are wanted or that this process reads are on their way.
+        with self._lock:
+            pieces = [piece for piece, one in self._asked.items()
+                      if piece not in self._busy or (one["name"], one["piece"]) in self._leases]  # fmt: skip
+        for file, number in pieces:
+            _verbs.feed_wait(self._feed, file, number, int(_WAIT * 1000))
+
+    def _answer(self, event: FedEvent, memory: Any = None, sums: bytes = b"", owner: str = "") -> None:
+        """Answers the engine's question. Without memory, the engine reads its store."""
+        file, number = event["file"], event["piece"]
+        if memory is not None:
+            address, size, holder = buffer_of(memory)
+        with self._lock:  # the event that frees the memory waits
+            if self._asked.pop((file, number), None) is None:
+                return
+            if memory is None:
+                _verbs.feed_answer(self._feed, file, number, 0, 0, b"")
+                return
+            if _verbs.feed_answer(self._feed, file, number, address, size, sums):
+                self._memory[file, number], self._owners[file, number] = holder, owner
+
+    def _decline(self, event: FedEvent) -> None:
+        self._answer(event)
+        self._set_free(event)
+
+    def _fetch(self, event: FedEvent, refs: list[Any], sums: bytes, owner: str, seconds: float) -> None:
+        # Starts to get a piece that another process has read. No thread waits in ray.get, which would keep this
+        # process's ray.put waiting.
+        if not sums:  # the engine would trust a piece without checksums
+            self._answer(event)
+            return
+        _verbs.feed_wait(self._feed, event["file"], event["piece"], int(max(_WAIT, _READS_LONG * seconds) * 1000))
+        future = refs[0].future()
+        future.add_done_callback(
+            lambda future: self._work.put(partial(self._serve, partial(self._use, future, sums, owner), event))
+        )
+
+    def _use(self, future: Any, sums: bytes, owner: str, event: FedEvent) -> None:
+        """Answers with a piece that Ray has fetched. If it is lost, the question stays open."""
+        key = event["name"], event["piece"]
+        try:
+            memory = future.result()
+        except self._ray.exceptions.RayError as error:
+            self._say("is lost", error, event)
+            keys = None if isinstance(error, self._ray.exceptions.OwnerDiedError) else [key]
+            self._directory.drop.remote(keys, owner)
+        else:
+            self._answer(event, memory, sums, owner)
+            with self._lock:
+                self._has.append(key)
+        self._set_free(event)
 
     def _read(self, event: FedEvent) -> None:
         # Reads a piece from the store, answers, and shares it. The engine does not wait for the sharing.
-        name, number, size = event["name"], event["piece"], event["bytes"]
-        is_shared = False
-        with self._lock:
-            self._leases += 1
+        key, piece, size = (event["name"], event["piece"]), (event["file"], event["piece"]), event["bytes"]
         try:
             memory = mmap(-1, size)
             address, _, holder = buffer_of(memory, True)
             with self._reads:
-                if self._is_over(event):
+                if piece not in self._asked:
                     return
-                sums = _verbs.feed_read(self._feed, event["file"], number, address, size)["sums"]
-            self._answer(event, memory)
-            began = time.monotonic()
+                began = time.monotonic()
+                sums = array("Q", _verbs.feed_read(self._feed, *piece, address, size)["sums"]).tobytes()
+            self._answer(event, memory, owner=self._process)
+            after = time.monotonic()
             ref = self._ray.put(pickle.PickleBuffer(memory))
             del holder
-            self._directory.put.remote(name, number, size, self._node, [ref], sums)
-            is_shared = True
-            if time.monotonic() - began > _SHARE:
+            with self._lock:
+                self._leases.discard(key)
+            self._directory.put.remote(key, size, self._process, self._node, [ref], sums, after - began)
+            if time.monotonic() - after > _SHARE:
                 self._room = 0
                 self._say("Ray's object store is full or slow", "this process shares no more pieces")
         finally:
-            with self._lock:
-                self._leases -= 1
-            if not is_shared:
-                self._directory.fail.remote(name, number, self._process)
+            if key in self._leases:
+                self._end_lease(key)
+            self._set_free(event)
 
-    def _renew_leases(self) -> None:
-        while True:
-            time.sleep(_RENEW)
-            if self._leases:
-                try:
-                    self._directory.renew.remote(self._process)
-                except Exception as error:
-                    self._say("leases cannot be renewed", error)
-
-    def _drop_bad(self, event: FedEvent) -> None:
-        try:
-            todo, refs, _ = self._call(self._directory.ask, 0, self._node, self._process, 0, 0.0, event=event)
-            if todo == "piece":
-                self._directory.drop.remote(event["name"], event["piece"], refs)
-        except Exception as error:
-            self._say("a wrong piece cannot be dropped", error)
+    def _end_lease(self, key: directory.Key) -> None:
+        with self._lock:
+            self._leases.discard(key)
+        self._directory.fail.remote(key, self._process)
