@@ -63,8 +63,8 @@ type Spec struct {
 }
 
 // A Report describes the cost of a sleep. Bytes is the size of the tensors, with shared memory counted once. Stored is
-// their size in host memory, without Shared, which is in the host store. Staging is the GPU memory that the sleep needed
-// while it ran.
+// their size in host memory, without Shared, which is in the host store. Staging is the GPU memory that the sleep
+// needed while it ran.
 type Report struct {
 	Bytes      int64    `json:"bytes"`
 	Stored     int64    `json:"stored"`

@@ -236,8 +236,7 @@ for kind in ("plain", "compressed"):
 
 
 def test_slices_land_in_their_places(engines: Path, model: Path) -> None:
-    """Slices are loaded to the destinations to which the loader would copy them. A loader that does more than copy gets
-    tensors."""
+    """Slices are loaded to where the loader would copy them. A loader that does more than copy gets tensors."""
     code = """
 import vllm.model_executor.model_loader
 import overwire.integrations.load_plan.copies as copies
@@ -525,8 +524,7 @@ assert "model-10.safetensors" in said and "tensor" in said and "chunk" in said, 
 
 def test_the_table_of_quantised_models_is_the_loaders() -> None:
     """docs/vllm-internals.md lists each quantisation method once or by its checkpoints. The methods that it lists as
-    loaded by slices are those in the loader's list. Those with prepared state are the methods for which vLLM accepts
-    it."""
+    loaded by slices are those in the loader's list. Prepared state is for the methods for which vLLM accepts it."""
     lines = (ROOT / "docs/vllm-internals.md").read_text(encoding="utf-8").splitlines()
     rows = [row for row in (line.split("|") for line in lines) if len(row) == 7 and "`" in row[2]]
     slices = {name for row in rows if "by slices" in row[3] for name in re.findall(r"`([\w-]+)`", row[2])}

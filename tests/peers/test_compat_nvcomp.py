@@ -308,8 +308,7 @@ def test_arguments_that_are_refused() -> None:
 
 
 def test_out() -> None:
-    """A result in the caller's memory keeps its address. If the memory is too small, only our own Arrays are
-    resized."""
+    """A result in the caller's memory keeps its address. Memory that is too small is resized only in our own Arrays."""
     plain = content(5000)
     codec = nvcomp.Codec(algorithm="lz4")
     made = codec.encode(plain)
@@ -369,8 +368,7 @@ def test_configs() -> None:
 
 
 def test_checksums() -> None:
-    """A wrong checksum raises an error once, at the first access, and only for its Array in a batch. Strict decoding
-    raises it immediately."""
+    """A wrong checksum raises an error once, at its Array's first access. Strict decoding raises it immediately."""
     codec = nvcomp.Codec(algorithm="snappy", checksum_policy=nvcomp.ChecksumPolicy.COMPUTE_AND_VERIFY)
     plain = content(100_000)
     good = codec.encode(plain)

@@ -24,8 +24,8 @@ import (
 )
 
 // handles maps numbers to the objects that Python holds: *load.Model, *entry (a job), *stream.Batch, *delta.File,
-// *tensorizer.Opened, *fed.Feed and *gather.Gather. A number is never reused, so a stale handle gives an error and never
-// refers to another object.
+// *tensorizer.Opened, *fed.Feed and *gather.Gather. A number is never reused, so a stale handle gives an error and
+// never refers to another object.
 var (
 	handles    sync.Map
 	lastHandle atomic.Uint64
