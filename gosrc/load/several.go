@@ -1,9 +1,10 @@
 package load
 
-// This file combines several open models into one.
+// This file makes models from open models: it combines several into one, or shows one with another index.
 
 import (
 	"github.com/overwire/overwire/gosrc/format"
+	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
@@ -30,4 +31,13 @@ func Several(models []*Model) (_ *Model, err error) {
 		m.held, err = format.Join(held)
 	}
 	return m, err
+}
+
+// ViewOf returns m with another index, for srcs that read from the sources of m. The files of m stay open until the
+// view is closed and its loads have ended. The view does not use preloaded tensors.
+func ViewOf(m *Model, ix *tensor.Index, srcs []source.Source) (*Model, error) {
+	if err := m.Hold(); err != nil {
+		return nil, m.LocateError("open", err)
+	}
+	return &Model{ix: ix, held: ix, srcs: srcs, mapp: "off", refs: 1, host: m.host, parts: []*Model{m}}, nil
 }

@@ -17,6 +17,7 @@ import test_offload as base
 import test_offload_escapes as escapes
 import test_offload_streams as streams
 import torch
+from overwire.offloading import blocks as cutting
 from overwire.offloading import offload as offloading
 from overwire.offloading import ring as rings
 from overwire.offloading import stored, tiers
@@ -235,7 +236,7 @@ def test_an_error_has_the_handle_if_the_model_is_not_restored(
 def test_the_default_room(monkeypatch: pytest.MonkeyPatch) -> None:
     """Room is what will be free, less slots, two more blocks and a fifth of the GPU. A larger room is lowered."""
     gpu, blocks = torch.device("cuda", 0), base.Model(3)
-    found = tiers.Block("a", blocks, [tiers.Weight("w", torch.nn.Parameter(torch.empty(250)), torch.device("cpu"))])
+    found = tiers.Block("a", blocks, [cutting.Weight("w", torch.nn.Parameter(torch.empty(250)), torch.device("cpu"))])
     free: list[Any] = [20_000, 40_000]
     monkeypatch.setattr(tiers, "_free_memory", lambda name: tuple(free))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda gpu: 700)

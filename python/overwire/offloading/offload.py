@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ..model.sourcelike import SourceLike
     from .away import Record
     from .binding import Binding
-    from .blocks import Block, Weight
+    from .blocks import Block
     from .ring import Ring, Slot
     from .source import Source
     from .stored import StoredBlock
@@ -152,16 +152,11 @@ class Offloaded:
         if source is not None:
             source.load_tensors(rest)
         tiers = Tiers(self._device, away, slots, where, room)
-        self._encode_blocks(blocks, staying, limit, _values_of if source is None else source.read_block, tiers)
+        self._encode_blocks(blocks, staying, limit, source, tiers)
         self._run_by(slots)
 
     def _encode_blocks(
-        self,
-        blocks: list[Block],
-        staying: set[int],
-        limit: int,
-        fill: Callable[[list[Weight]], list[torch.Tensor]],
-        tiers: Tiers,
+        self, blocks: list[Block], staying: set[int], limit: int, source: Source | None, tiers: Tiers
     ) -> None:
         from .away import record_of
 
@@ -169,7 +164,7 @@ class Offloaded:
             if at in staying or not block.weights:
                 self.kept += block.nbytes
                 continue
-            stored = tiers.compress_block(block, fill)
+            stored = tiers.compress_block(block, source)
             if stored.memory.is_on_device:
                 self.stored_on_device += stored.memory.nbytes
             else:
@@ -374,7 +369,7 @@ def offload(
     room: the most device memory that compressed weights may take ("40GB", int). The default for "auto" is the free
         memory, minus (`slots` + 2) times the largest block, minus a fifth of the GPU's memory; on the CPU it is 0.
     source: a file or folder, as for `load_file`, with the model's names. The weights are read from there instead of
-        from the model, which may be on the meta device.
+        from the model, which may be on the meta device. Stored chunks of compressed files are taken as they are.
     blocks: modules, or their names, each of which is loaded as one block. By default the blocks are the children of
         the model's ModuleLists, and a child with more than a sixteenth of the model is divided further.
     max_memory: the most host memory that the stored weights may take ("12GB", int).
@@ -433,6 +428,7 @@ def offload(
         weights = Source(models[""], source, handle._device)
     with contextlib.ExitStack() as stack:
         if weights is not None:
+            stack.callback(weights.close_files)
             stack.enter_context(after_error(weights.take_memory))
         stack.enter_context(tell_error(handle._close_after))
         stack.enter_context(torch.inference_mode(inference))
@@ -473,10 +469,6 @@ def _check_tier(where: object, room: object) -> int:
     if room is not None and where == "host":
         raise ArgumentError(f"overwire: offload: room {room!r}: it needs where='device' or where='auto'")
     return parse_size(room, "room")
-
-
-def _values_of(weights: list[Weight]) -> list[torch.Tensor]:
-    return [weight.parameter.detach() for weight in weights]
 
 
 def _models_of(model: Any) -> dict[str, torch.nn.Module]:
