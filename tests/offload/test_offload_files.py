@@ -15,7 +15,7 @@ import pytest
 import torch
 from overwire import codecs
 from test_offload import Cast, Model, outputs, slots_are_poisoned  # noqa: F401
-from test_offload_tiers import TIERS, tiers_of
+from test_offload_tiers import TIERS, device_with, tiers_of
 
 
 @pytest.fixture(params=["host", *TIERS])
@@ -214,3 +214,19 @@ def test_a_block_that_changes_its_weights(tier: str, tmp_path: Path) -> None:
                 assert parameter.shape
             layer(torch.zeros(2, 61))
         assert not any(one.is_changed for one in offloaded._away)
+
+
+@pytest.mark.parametrize("count", [0, 3])
+def test_a_device_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    """"device" names the tier and the block, and the model stays on meta. "auto" puts the other blocks on the host."""
+    model = Model()
+    path = saved(tmp_path, model)
+    device_with(monkeypatch, count)
+    empty = on_meta()
+    with pytest.raises(ow.OutOfMemoryError, match=rf"full.* block 'layers\.{count}'.* where='device'"):
+        ow.offload(empty, "cpu", where="device", source=path)
+    assert all(one.is_meta for one in empty.parameters())
+    device_with(monkeypatch, count)
+    with ow.offload(empty, "cpu", where="auto", room="1GB", source=path) as offloaded:
+        assert tiers_of(offloaded) == "d" * count + "h" * (5 - count)
+        assert torch.equal(outputs(empty), outputs(model))

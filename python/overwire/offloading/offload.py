@@ -442,27 +442,6 @@ def offload(
     return handle
 
 
-def stream_blocks(
-    model: torch.nn.Module,
-    device: torch.device,
-    blocks: Iterable[torch.nn.Module],
-    moved: Iterable[torch.Tensor],
-    keep: int = 0,
-) -> Offloaded:
-    """Streams blocks that the caller has chosen. In addition to the blocks, only the tensors in `moved` are moved to
-    the device. keep: the bytes of blocks that stay on the device.
-
-    Raises ArgumentError, NotSupportedError, OutOfMemoryError and DeviceError. After an error the model is unchanged.
-    """
-    import torch
-
-    inference = any(tensor.is_inference() for tensor in model.parameters())
-    offloaded = Offloaded(device, inference)
-    with tell_error(offloaded._close_after), torch.inference_mode(inference), torch.no_grad():
-        offloaded._begin_streaming(_blocks_of(model, blocks, "", False), list(moved), keep, 2)
-    return offloaded
-
-
 def _check_tier(where: object, room: object) -> int:
     if where not in ("host", "device", "auto"):
         raise ArgumentError(f"overwire: offload: where {where!r}: expected 'host', 'device' or 'auto'")
