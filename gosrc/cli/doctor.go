@@ -36,9 +36,9 @@ none can be used), whether GPUDirect Storage works here, the configured preload,
 that is not at its default. --env prints every setting: environment variable, value and
 meaning. --measure adds the rate of pinned copies to each GPU. If you name a model
 (files, a folder or an index.json), doctor says whether its weights fit on each GPU. If
-not, it shows how overwire.offload would run the model there: how much stays on the GPU,
-and how much is streamed from host memory. A fifth of each GPU is reserved for the
-model's activations.`,
+not, it shows how overwire.offload would run the model there: with the compressed weights
+on the GPU or on the host, how much memory each needs, and what it costs. A fifth of each
+GPU is reserved for the model's activations.`,
 	example: "overwire doctor --env",
 	options: append([]option{
 		{name: "env", doc: "print every environment variable that overwire reads"},

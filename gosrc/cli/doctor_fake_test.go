@@ -74,25 +74,40 @@ func TestDoctorFake(t *testing.T) {
 	}
 }
 
-// doctor reports whether a model fits. If not, it shows how an offload would run it with a fifth of the GPU free.
+// doctor reports whether a model fits. If not, it shows which tier does with a fifth of the GPU free.
 func TestDoctorOfModelsFake(t *testing.T) {
-	path := layered(t)
-	for bytes, want := range map[int64]string{
-		1 << 30: "fits\n", 16 << 20: "8 blocks, 8.0 MB together, are streamed from at most",
-		4 << 20: "cannot run it here",
+	plain := layered(t)
+	packed := plain + ".packed.safetensors"
+	must(t, "compress", plain, "-o", packed)
+	for _, want := range []struct {
+		path        string
+		bytes       int64
+		where, text string
+	}{
+		{plain, 1 << 30, "resident", "fits\n"}, {packed, 1 << 30, "resident", "fits\n"},
+		{packed, 16 << 20, "device", "2 to 3 times as long as with resident weights"},
+		{plain, 16 << 20, "auto", `where="auto", room=8921772)`},
+		{plain, 4 << 20, "", "cannot run it here"}, {packed, 1 << 20, "", "cannot run it here"},
 	} {
+		path, bytes := want.path, want.bytes
 		end := cuda.Fake(bytes)
-		if out := must(t, "doctor", path); !strings.Contains(out, want) {
-			t.Errorf("GPUs of %d bytes: doctor lacks %q:\n%s", bytes, want, out)
+		if out := must(t, "doctor", path); !strings.Contains(out, want.text) {
+			t.Errorf("GPUs of %d bytes: doctor lacks %q:\n%s", bytes, want.text, out)
 		}
 		var d Diagnosis
 		if err := json.Unmarshal([]byte(must(t, "doctor", "--json", path)), &d); err != nil {
 			t.Fatal(err)
 		}
 		for _, fit := range d.Model.GPUs {
-			o := fit.Offload
-			if (o != nil) != (bytes == 16<<20) || o != nil &&
-				(o.DeviceBytes() > bytes/5*4 || o.Kept == 0 || o.Kept > fit.Keep) {
+			o, used := fit.Offload, int64(0)
+			switch fit.Where {
+			case "device":
+				used = o.Rest + o.Stored + o.Slots + fit.Keep
+			case "auto":
+				used = o.DeviceBytes() + fit.Room
+			}
+			if fit.Where != want.where || fit.Fits != (want.where == "resident") || used > bytes/5*4 || len(fit.Tiers) != 3 ||
+				(o == nil) != (used == 0) {
 				t.Errorf("GPU of %d bytes: %+v, %+v", bytes, fit, o)
 			}
 		}

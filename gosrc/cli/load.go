@@ -29,9 +29,10 @@ and, on a GPU, how long the copy stream was idle. On the CPU, plain files are me
 and not read, so no rate is printed. Set OVERWIRE_MMAP=off to read them.
 
 --plan loads nothing and does not touch the GPU: it prints how much memory the load would
-need. --plan --keep SIZE also prints how much overwire.offload would keep on the device and
-how much it would stream from host memory. It recognizes the model's blocks by their
-tensor names.`,
+need, and how much the weights would need compressed on the device or on the host, with
+overwire.offload, and what that costs. --plan --keep SIZE also prints how much
+overwire.offload would keep on the device and how much it would stream. It recognizes the
+model's blocks by their tensor names. doctor says which of these fits on a GPU.`,
 	example: "overwire load model.ow.safetensors --device cuda --repeat 3 --trace trace.json",
 	options: append([]option{
 		{name: "device", value: "DEVICE", words: devices, doc: "cpu (default), cuda, cuda:1"},

@@ -20,6 +20,7 @@ type planReport struct {
 	Peak    int64         `json:"peak"`    // maximum tensor memory during the load
 	Staging int64         `json:"staging"` // memory for slots on the device
 	Pinned  int64         `json:"pinned"`  // host memory for a GPU's slots
+	Tiers   []plan.Tier   `json:"tiers"`
 	Offload *plan.Offload `json:"offload,omitempty"`
 }
 
@@ -31,10 +32,8 @@ func (c *call) planLoad() error {
 			return err
 		}
 	}
-	if _, there := c.opts["keep"]; there {
-		keep := c.size("keep")
-		q.Keep = &keep
-	}
+	keep := c.size("keep")
+	q.Keep = &keep
 	m, err := c.open(c.args, c.storage)
 	if err != nil {
 		return err
@@ -46,7 +45,10 @@ func (c *call) planLoad() error {
 	}
 	r := planReport{
 		Tensors: len(estimate.Bytes), Peak: estimate.Peak, Staging: estimate.Staging, Pinned: estimate.Pinned,
-		Offload: estimate.Offload,
+		Tiers: estimate.Tiers,
+	}
+	if _, there := c.opts["keep"]; there {
+		r.Offload = estimate.Offload
 	}
 	for i, n := range estimate.Bytes {
 		r.Bytes += n
@@ -59,7 +61,23 @@ func (c *call) planLoad() error {
 		if r.Offload != nil {
 			fmt.Fprintf(w, "offload: %s\n", offloadText(r.Offload))
 		}
+		for _, t := range r.Tiers {
+			fmt.Fprintf(w, "weights %s: %s\n", tierNames[t.Where], tierText(t))
+		}
 	})
+}
+
+// tierNames maps the names of tiers to their descriptions.
+var tierNames = map[string]string{"resident": "resident", "device": "compressed on the device",
+	"host": "compressed on the host"}
+
+// tierText describes the memory and the cost of a tier.
+func tierText(t plan.Tier) string {
+	text := bytesText(t.Device) + " on the device"
+	if t.Host > 0 {
+		text += ", " + bytesText(t.Host) + " on the host"
+	}
+	return text + "; " + t.Cost
 }
 
 // offloadText describes an offload's memory on the device and the host.
@@ -86,9 +104,15 @@ type ModelFit struct {
 	Index int `json:"index"`
 	// Fits means that the weights leave a fifth of the GPU for activations.
 	Fits bool `json:"fits"`
-	// Keep is the largest keep argument of overwire.offload that leaves a fifth of the GPU free. Offload describes that
-	// offload. Both are zero if the weights fit, or if not even the ring fits.
-	Keep    int64         `json:"keep"`
+	// Where is the fastest tier that leaves a fifth of the GPU free: "resident", or the where argument of
+	// overwire.offload. "" means that the model cannot run.
+	Where string `json:"where"`
+	// Keep and Room are arguments of overwire.offload that use the free memory, except for that fifth.
+	Keep int64 `json:"keep"`
+	Room int64 `json:"room"`
+	// Tiers are the places for the weights. Offload describes an offload of all blocks, or is nil if the weights fit
+	// or cannot run.
+	Tiers   []plan.Tier   `json:"tiers"`
 	Offload *plan.Offload `json:"offload,omitempty"`
 }
 
@@ -99,24 +123,27 @@ func (c *call) diagnoseModel(devices []GPUDevice) (*Model, error) {
 		return nil, err
 	}
 	defer m.Close()
-	keepOf := func(keep int64) (load.Estimate, error) {
-		return m.Estimate(nil, load.Prospect{Keep: &keep})
-	}
-	least, err := keepOf(0)
+	keep := int64(0)
+	all, err := m.Estimate(nil, load.Prospect{Keep: &keep})
 	if err != nil {
 		return nil, err
 	}
-	r := &Model{Path: errs.RedactURI(c.args[0]), Bytes: least.Peak, GPUs: []ModelFit{}}
+	r := &Model{Path: errs.RedactURI(c.args[0]), Bytes: all.Peak, GPUs: []ModelFit{}}
 	for _, d := range devices {
-		room := d.Memory / 5 * 4
-		fit := ModelFit{Index: d.Index, Fits: r.Bytes <= room}
-		if !fit.Fits && least.Offload.DeviceBytes() <= room {
-			fit.Keep = room - least.Offload.DeviceBytes() // keeping blocks never makes the ring larger
-			estimate, err := keepOf(fit.Keep)
-			if err != nil {
-				return nil, err
+		fit, room := ModelFit{Index: d.Index, Tiers: all.Tiers}, d.Memory/5*4
+		for _, t := range all.Tiers {
+			if t.Device > room {
+				continue
 			}
-			fit.Offload = estimate.Offload
+			switch fit.Where = t.Where; t.Where {
+			case "resident":
+				fit.Fits = true
+			case "device":
+				fit.Keep, fit.Offload = room-t.Device, all.Offload // keeping blocks never makes the slots larger
+			case "host":
+				fit.Where, fit.Room, fit.Offload = "auto", room-t.Device, all.Offload
+			}
+			break
 		}
 		r.GPUs = append(r.GPUs, fit)
 	}
@@ -133,14 +160,25 @@ func (m *Model) writeLines(available int64, line func(name, format string, args 
 		line("model on the host", "%s in the available memory", fits)
 	}
 	for _, fit := range m.GPUs {
-		text := "fits"
-		switch o := fit.Offload; {
-		case o != nil:
-			text = fmt.Sprintf(`does not fit: overwire.offload(model, "cuda:%d", keep=%d): `, fit.Index, fit.Keep)
-			text += offloadText(o)
-		case !fit.Fits:
-			text = "does not fit, and overwire.offload cannot run it here either: its smallest ring does not fit"
-		}
-		line(fmt.Sprintf("model on cuda:%d", fit.Index), "%s", text)
+		line(fmt.Sprintf("model on cuda:%d", fit.Index), "%s", fit.describeFit())
 	}
+}
+
+func (fit *ModelFit) describeFit() string {
+	options := ""
+	switch fit.Where {
+	case "resident":
+		return "fits"
+	case "device":
+		options = fmt.Sprintf(`where="device", keep=%d`, fit.Keep)
+	case "auto":
+		options = fmt.Sprintf(`where="auto", room=%d`, fit.Room)
+	default:
+		return "does not fit, and overwire.offload cannot run it here either: its smallest ring does not fit"
+	}
+	text := fmt.Sprintf(`does not fit: overwire.offload(model, "cuda:%d", %s)`, fit.Index, options)
+	for _, t := range fit.Tiers[1:] {
+		text += fmt.Sprintf("; weights %s: %s", tierNames[t.Where], tierText(t))
+	}
+	return text
 }

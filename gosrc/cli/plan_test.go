@@ -38,7 +38,15 @@ func TestPlan(t *testing.T) {
 		if err := json.Unmarshal([]byte(must(t, "load", "--plan", path, "--json", "--keep", keep)), &r); err != nil {
 			t.Fatal(err)
 		}
-		o := r.Offload
+		o, streamed := r.Offload, int64(16-want)*1_000_000
+		if want == 16 {
+			if len(r.Tiers) != 1 || r.Tiers[0].Where != "resident" || r.Tiers[0].Device != r.Bytes {
+				t.Errorf("keep %s: %+v", keep, r.Tiers)
+			}
+		} else if len(r.Tiers) != 3 || r.Tiers[1].Device != o.Rest+o.Kept+streamed+2_000_000 || r.Tiers[1].Host != 0 ||
+			r.Tiers[2].Device != o.DeviceBytes() || r.Tiers[2].Host != streamed {
+			t.Errorf("keep %s: %+v", keep, r.Tiers)
+		}
 		if o.Kept != int64(want)*1_000_000 || o.Rest != 500_000 || o.Rest+o.Kept+o.Streamed != r.Bytes ||
 			len(o.Blocks) != 16-want {
 			t.Errorf("keep %s: %+v of %d bytes", keep, o, r.Bytes)
@@ -46,6 +54,8 @@ func TestPlan(t *testing.T) {
 	}
 	for _, c := range []struct{ argv, want string }{
 		{"load --plan " + path, "at peak"},
+		{"load --plan " + path, "weights compressed on the device: 19 MB on the device; each pass decodes all weights"},
+		{"load --plan " + path, "weights compressed on the host: 4.5 MB on the device, 16 MB on the host; each pass also"},
 		{"load --plan --keep 0 " + path,
 			"16 blocks, 16 MB together, are streamed from at most 16 MB of host memory: layers.0 to layers.15"},
 		{"load --plan --keep 1TB " + path, "nothing is streamed"}, {"doctor " + path, path},

@@ -44,6 +44,7 @@ type Estimate struct {
 	Pinned  int64         `json:"pinned"`
 	Windows []plan.Window `json:"windows"` // only for a stream
 	Offload *plan.Offload `json:"offload,omitempty"`
+	Tiers   []plan.Tier   `json:"tiers,omitempty"` // only with an offload
 }
 
 // Part is plan.Part, so that callers of Estimate need not import package plan.
@@ -80,7 +81,7 @@ func (m *Model) Estimate(parts []Part, q Prospect) (o Estimate, err error) {
 	}
 	if q.Keep != nil {
 		offload := plan.OffloadOf(m.ix, parts, o.Bytes, *q.Keep)
-		o.Offload = &offload
+		o.Offload, o.Tiers = &offload, offload.TierList()
 	}
 	if q.Stream {
 		var over int

@@ -248,3 +248,12 @@ func Several(models []*Model) (_ *Model, err error) {
 	}
 	return m, err
 }
+
+// ViewOf returns m with another index, for srcs that read from the sources of m. The files of m stay open until the
+// view is closed and its loads have ended. The view does not use preloaded tensors.
+func ViewOf(m *Model, ix *tensor.Index, srcs []source.Source) (*Model, error) {
+	if err := m.Hold(); err != nil {
+		return nil, m.LocateError("open", err)
+	}
+	return &Model{ix: ix, held: ix, srcs: srcs, mapp: "off", refs: 1, host: m.host, parts: []*Model{m}}, nil
+}

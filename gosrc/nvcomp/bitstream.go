@@ -74,7 +74,7 @@ func asInt64(f func(int) int) func(int64) int64 {
 	return func(n int64) int64 { return int64(f(int(n))) }
 }
 
-func times(ratio int64) func([]byte) (int64, error) {
+func atMostTimes(ratio int64) func([]byte) (int64, error) {
 	return func(src []byte) (int64, error) { return int64(len(src)) * ratio, nil }
 }
 
@@ -85,7 +85,7 @@ func deflateAlgorithm(name string, id Algorithm, gz bool) algorithm {
 		encode: func(dst, src []byte, s *Spec) ([]byte, error) { return deflate.Encode(dst, src, s.Level, gz) },
 		decode: func(dst, src []byte) error { return deflate.Decode(dst, src, gz) },
 		size:   func(src []byte) (int64, error) { return deflate.Size(src, gz) },
-		most:   times(deflate.MaxRatio),
+		most:   atMostTimes(deflate.MaxRatio),
 	}
 }
 
@@ -93,12 +93,12 @@ var algorithms = []algorithm{
 	{
 		name: "LZ4", id: LZ4, maxChunk: maxBlock, bound: asInt64(lz4.Bound),
 		encode: func(dst, src []byte, _ *Spec) ([]byte, error) { return lz4.Encode(dst, src) },
-		decode: lz4.Decode, size: lz4.Size, most: times(255),
+		decode: lz4.Decode, size: lz4.Size, most: atMostTimes(255),
 	},
 	{
 		name: "Snappy", id: Snappy, maxChunk: maxBlock, bound: asInt64(snappy.Bound),
 		encode: func(dst, src []byte, _ *Spec) ([]byte, error) { return snappy.Encode(dst, src) },
-		decode: snappy.Decode, size: snappy.Size, most: times(32),
+		decode: snappy.Decode, size: snappy.Size, most: atMostTimes(32),
 	},
 	{
 		name: "Zstd", id: Zstd, maxChunk: maxBlock, bound: asInt64(zstd.Bound),
@@ -110,7 +110,7 @@ var algorithms = []algorithm{
 	{
 		name: "GDeflate", id: GDeflate, maxChunk: maxBlock, bound: asInt64(gdeflate.Bound),
 		encode: func(dst, src []byte, s *Spec) ([]byte, error) { return gdeflate.Encode(dst, src, s.Level) },
-		decode: gdeflate.Decode, size: gdeflate.Size, most: times(gdeflate.MaxRatio),
+		decode: gdeflate.Decode, size: gdeflate.Size, most: atMostTimes(gdeflate.MaxRatio),
 	},
 	{
 		name: "X16", id: X16, maxChunk: maxBlock, bound: x16Bound,
@@ -119,7 +119,7 @@ var algorithms = []algorithm{
 	{
 		name: "Cascaded", id: Cascaded, maxChunk: maxBlock, bound: asInt64(cascaded.Bound),
 		encode: func(dst, src []byte, s *Spec) ([]byte, error) { return cascaded.Encode(dst, src, *s.Cascaded) },
-		decode: cascaded.Decode, size: cascaded.Size, most: times(cascaded.MaxRatio),
+		decode: cascaded.Decode, size: cascaded.Size, most: atMostTimes(cascaded.MaxRatio),
 	},
 	{name: "ANS", id: ANS},
 	{name: "Bitcomp", id: Bitcomp},

@@ -197,24 +197,24 @@ func (a *algorithm) paddedBytes(n int64) int64 {
 	return (n + 7) &^ 7
 }
 
-// putNative writes the header and tables for chunks with these stored blocks and checksums into dst, which must be
-// nativeTables bytes of zeros. It returns the offset of each chunk.
-func putNative(dst []byte, s *Spec, algo *algorithm, size int64, stored [][]byte, sums [][2]uint32) (at []int64) {
+// putNative writes the header and tables for stored blocks with these lengths and checksums into dst, which must be
+// nativeTables bytes of zeros. It returns the offset of each block.
+func putNative(dst []byte, s *Spec, algo *algorithm, size int64, stored []int64, sums [][2]uint32) (at []int64) {
 	le := binary.LittleEndian
 	head, count := int64(len(dst)), len(stored)
 	tables := dst[headBytes:]
 	at = make([]int64, count)
 	var off int64
-	for i, b := range stored {
+	for i, n := range stored {
 		at[i] = head + off
 		le.PutUint64(tables[8*i:], uint64(off))
-		le.PutUint64(tables[8*(count+i):], uint64(len(b)))
+		le.PutUint64(tables[8*(count+i):], uint64(n))
 		if sums != nil {
 			row := tables[16*count:]
 			le.PutUint32(row[4*i:], sums[i][0])
 			le.PutUint32(row[4*(count+i):], sums[i][1])
 		}
-		off += algo.paddedBytes(int64(len(b)))
+		off += algo.paddedBytes(n)
 	}
 	le.PutUint32(dst, magic)
 	dst[4], dst[6], dst[32] = layoutOne, byte(algo.id), 1

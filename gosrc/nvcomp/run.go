@@ -449,7 +449,11 @@ func joinBlocks(dst []byte, s *Spec, algo *algorithm, size int64, blocks [][]byt
 	case Native:
 		tables := dst[:nativeTables(algo, int64(len(blocks)), s.Sums)]
 		clear(tables)
-		at := putNative(tables, s, algo, size, blocks, sums)
+		lengths := make([]int64, len(blocks))
+		for i, p := range blocks {
+			lengths[i] = int64(len(p))
+		}
+		at := putNative(tables, s, algo, size, lengths, sums)
 		for i, p := range blocks {
 			n := copy(dst[at[i]:], p)
 			clear(dst[at[i]+int64(n) : at[i]+algo.paddedBytes(int64(n))])

@@ -16,6 +16,12 @@ import (
 // header.
 const x16Head = 8
 
+func putX16Head(dst []byte, c *tensor.Chunk) {
+	dst[0], dst[1] = byte(c.Codec), c.Transform
+	binary.LittleEndian.PutUint16(dst[2:], c.SegTiles)
+	binary.LittleEndian.PutUint32(dst[4:], c.Logical)
+}
+
 func x16Bound(n int64) int64 { return n + x16Head }
 
 var x16Encoders = sync.Pool{New: func() any { return new(x16.Encoder) }}
@@ -28,13 +34,13 @@ func x16Encode(dst, src []byte, s *Spec) ([]byte, error) {
 	e := x16Encoders.Get().(*x16.Encoder)
 	defer x16Encoders.Put(e)
 	at := len(dst)
-	var head [x16Head]byte
-	binary.LittleEndian.PutUint32(head[4:], uint32(len(src)))
-	dst = append(dst, head[:]...)
+	c := tensor.Chunk{Logical: uint32(len(src))}
+	dst = append(dst, make([]byte, x16Head)...)
+	putX16Head(dst[at:], &c)
 	if s.transform != 0 {
 		if out, tiles, ok := e.Encode(dst, src, s.transform); ok {
-			out[at], out[at+1] = byte(tensor.CodecX16), s.transform
-			binary.LittleEndian.PutUint16(out[at+2:], tiles)
+			c.Codec, c.Transform, c.SegTiles = tensor.CodecX16, s.transform, tiles
+			putX16Head(out[at:], &c)
 			return out, nil
 		}
 	}

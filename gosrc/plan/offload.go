@@ -1,7 +1,7 @@
 package plan
 
-// This file chooses which blocks of a model an offload keeps on a device and which it streams. It uses only the names
-// and sizes of tensors.
+// This file chooses which blocks of a model an offload keeps on a device and which it streams, and says what each tier
+// of memory needs. It uses only the names and sizes of tensors.
 
 import (
 	"slices"
@@ -22,13 +22,37 @@ type Offload struct {
 	Rest     int64    `json:"rest"`     // weights outside blocks, which stay on the device
 	Kept     int64    `json:"kept"`     // blocks that stay on the device
 	Streamed int64    `json:"streamed"` // blocks that are streamed
-	Stored   int64    `json:"stored"`   // maximum host memory of streamed blocks
-	Ring     int64    `json:"ring"`     // device memory for streamed blocks, with two slots
+	Stored   int64    `json:"stored"`   // maximum memory of streamed blocks in their tier
+	Ring     int64    `json:"ring"`     // device memory for blocks streamed from the host, with two slots
+	Slots    int64    `json:"slots"`    // device memory of the two slots only
 	Blocks   []string `json:"blocks"`   // names of the streamed blocks, in the order of the tensors
 }
 
 // DeviceBytes returns the device memory that the weights need, including the ring.
 func (o *Offload) DeviceBytes() int64 { return addSaturating(addSaturating(o.Rest, o.Kept), o.Ring) }
+
+// A Tier describes how much memory a model's weights need if they are in one place, and what a pass costs then.
+type Tier struct {
+	Where  string `json:"where"`  // "resident" for no offload, or overwire.offload's argument where
+	Device int64  `json:"device"` // bytes of device memory
+	Host   int64  `json:"host"`   // bytes of host memory
+	Cost   string `json:"cost"`
+}
+
+// TierList returns the tiers for the model, the fastest first. If there are no blocks to stream, it returns only one.
+func (o *Offload) TierList() []Tier {
+	weights := addSaturating(addSaturating(o.Rest, o.Kept), o.Streamed)
+	tiers := []Tier{{Where: "resident", Device: weights, Cost: "a pass costs nothing more"}}
+	if len(o.Blocks) == 0 {
+		return tiers
+	}
+	device := addSaturating(addSaturating(o.Rest, o.Kept), addSaturating(o.Stored, o.Slots))
+	return append(tiers,
+		Tier{Where: "device", Device: device, Cost: "each pass decodes all weights: long prompts, batches and " +
+			"diffusion hide it, but at one token at a time a pass takes 2 to 3 times as long as with resident weights"},
+		Tier{Where: "host", Device: o.DeviceBytes(), Host: o.Stored, Cost: "each pass also copies all compressed " +
+			"weights to the device: only passes that compute for longer than the copy hide it"})
+}
 
 // A module groups the tensors with the same first elements of their names.
 type module struct {
@@ -44,11 +68,14 @@ func OffloadOf(ix *tensor.Index, parts []Part, nbytes []int64, keep int64) Offlo
 	root := &module{}
 	for i, p := range parts {
 		t := &ix.Tensors[p.Tensor]
-		length := t.Stored
-		if length == 0 { // an alias: a file stores equal tensors once, an offload stores each
-			length = nbytes[i]
+		if t.Alias >= 0 { // a file stores equal tensors once, an offload stores each
+			t = &ix.Tensors[t.Alias]
 		}
-		root.addTensor(t.Name, nbytes[i], length)
+		length := t.Stored
+		if t.Count > 0 { // the tables of a stream of the tensor's chunks
+			length = addSaturating(length, 512+48*int64(t.Count))
+		}
+		root.addTensor(ix.Tensors[p.Tensor].Name, nbytes[i], length)
 	}
 	blocks := root.cutLists(nil, largestShare*float64(root.bytes))
 	lengths := make([]int64, len(blocks))
@@ -66,6 +93,7 @@ func OffloadOf(ix *tensor.Index, parts []Part, nbytes []int64, keep int64) Offlo
 		o.Streamed += b.bytes
 		o.Stored = addSaturating(o.Stored, b.stored)
 		o.Ring = max(o.Ring, mulSaturating(addSaturating(b.bytes, b.stored), 2))
+		o.Slots = max(o.Slots, mulSaturating(b.bytes, 2))
 		o.Blocks = append(o.Blocks, b.name)
 	}
 	return o

@@ -19,7 +19,7 @@ func TestOffloadOf(t *testing.T) {
 	add := func(n, stored int64, names ...string) {
 		for _, name := range names {
 			parts = append(parts, Part{Tensor: int64(len(ix.Tensors)), Elements: Whole})
-			ix.Tensors = append(ix.Tensors, tensor.Tensor{Name: name, Bytes: n, Stored: stored})
+			ix.Tensors = append(ix.Tensors, tensor.Tensor{Name: name, Bytes: n, Stored: stored, Alias: -1})
 			nbytes = append(nbytes, n)
 		}
 	}
@@ -28,8 +28,9 @@ func TestOffloadOf(t *testing.T) {
 		add(10, 7, fmt.Sprintf("layers.%d.up.weight", i), fmt.Sprintf("layers.%d.experts.0.w", i))
 	}
 	for i := range 3 { // 60 bytes each, 50 of them in lists
-		add(25, 0, fmt.Sprintf("stages.7.blocks.%d.w", i))
+		add(25, 25, fmt.Sprintf("stages.7.blocks.%d.w", i))
 	}
+	ix.Tensors[43].Stored, ix.Tensors[43].Alias = 0, 42
 	add(10, 10, "stages.7.norm")
 	add(60, 50, "stages.8.lone") // more than a sixteenth of the model, but not in a list
 	for _, c := range []struct {
@@ -41,7 +42,7 @@ func TestOffloadOf(t *testing.T) {
 		if o.Kept != c.kept || len(o.Blocks) != c.blocks || o.Rest != 110 || o.Rest+o.Kept+o.Streamed != 645 {
 			t.Errorf("keep %d: %+v", c.keep, o)
 		}
-		wrong := o.DeviceBytes() != o.Rest+o.Kept+o.Ring || o.Ring != 2*(60+50)
+		wrong := o.DeviceBytes() != o.Rest+o.Kept+o.Ring || o.Ring != 2*(60+50) || o.Slots != 2*60
 		if c.blocks > 0 && (wrong || o.Blocks[0] != fmt.Sprintf("layers.%d", c.first)) {
 			t.Errorf("keep %d: %+v", c.keep, o)
 		}

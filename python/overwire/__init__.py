@@ -73,6 +73,7 @@ if TYPE_CHECKING:
     from .model.plan import PlannedFile as PlannedFile
     from .model.plan import PlannedOffload as PlannedOffload
     from .model.plan import PlannedTensor as PlannedTensor
+    from .model.plan import PlannedTier as PlannedTier
     from .model.plan import plan as plan
     from .model.reading import read_bytes as read_bytes
     from .model.selection import experts as experts
@@ -136,7 +137,7 @@ _HOMES = {
     "jobs": ("last_report",),
     "metering": ("CacheMetrics", "HostMetrics", "Metrics", "VerbMetrics", "metrics"),
     "model.options": ("LoadOptions",),
-    "model.plan": ("LoadPlan", "PlannedFile", "PlannedOffload", "PlannedTensor", "plan"),
+    "model.plan": ("LoadPlan", "PlannedFile", "PlannedOffload", "PlannedTensor", "PlannedTier", "plan"),
     "model.reading": ("read_bytes",),
     "model.selection": ("experts",),
     "model.storageoptions": ("StorageOptions",),

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from .model.opened import prepare
     from .model.options import check_switches, parse_size, setting
     from .model.sources import resolve
+    from .offloading.fixed import stream_blocks
     from .offloading.hosted import Hosted
-    from .offloading.offload import stream_blocks
     from .paths import is_remote, path_of
     from .verbs.deltas import apply_part
     from .verbs.into import landing, states_of, table_of
@@ -63,8 +63,8 @@ _HOMES = {
     "model.opened": ("prepare",),
     "model.options": ("check_switches", "parse_size", "setting"),
     "model.sources": ("resolve",),
+    "offloading.fixed": ("stream_blocks",),
     "offloading.hosted": ("Hosted",),
-    "offloading.offload": ("stream_blocks",),
     "paths": ("is_remote", "path_of"),
     "verbs.deltas": ("apply_part",),
     "verbs.into": ("landing", "states_of", "table_of"),

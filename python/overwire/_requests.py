@@ -86,7 +86,15 @@ class PlanOffload(TypedDict):
     streamed: int
     stored: int
     ring: int
+    slots: int
     blocks: list[str]
+
+
+class PlanTier(TypedDict):
+    where: str
+    device: int
+    host: int
+    cost: str
 
 
 class LoadEstimate(TypedDict):
@@ -96,6 +104,7 @@ class LoadEstimate(TypedDict):
     pinned: int
     windows: list[PlanWindow]
     offload: NotRequired[PlanOffload | None]
+    tiers: NotRequired[list[PlanTier]]
 
 
 class LoadState(TypedDict):

@@ -69,6 +69,12 @@ def states(model: int) -> list[_requests.LoadState]:
     return loads(core().call("states", "", pack("=1q", handle(model)))[0])
 
 
+def streams(model: int) -> Result:
+    """Return a model with native X16 streams of a model's stored chunks, its table, and their chunk
+    sizes."""
+    return core().call("streams", "", pack("=1q", handle(model)))
+
+
 def settle(job: int, stream: int, numbers: bytes) -> None:
     """Bind destinations for a load's requests that had destination 1. The load writes there after the
     work that is now queued on the stream. Numbers: pairs of request and address."""

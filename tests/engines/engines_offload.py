@@ -22,6 +22,7 @@ MIB = 1 << 20
 def without_kernels() -> None:
     """Replaces the compiled attention with torch's causal attention over the tokens of one request."""
     from vllm.model_executor.custom_op import CustomOp
+    from vllm.model_executor.layers import utils
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
     def forward(
@@ -42,6 +43,7 @@ def without_kernels() -> None:
         return output
 
     CPUAttentionBackendImpl.forward = forward
+    utils.check_cpu_sgl_kernel = lambda *_: False  # true on processors with AMX
     CustomOp.dispatch_forward = lambda self, *_, **__: self.forward_native
 
 
@@ -77,6 +79,54 @@ def streams(path: Path, plain: Path, where: tuple[int, int, int]) -> None:
         if wrong := base.differences(base.state(model), base.state(theirs)):
             raise SystemExit(f"{path}, keep {keep}: weights differ: {wrong}")
     print(f"  {path.parent.name}, {path.name}: outputs and weights equal vLLM's own", flush=True)
+
+
+def compiles(path: Path, plain: Path, where: tuple[int, int, int]) -> None:
+    """Compiles a model as vLLM does: divided at attention and at streamed layers, which have fixed slots."""
+    from overwire._compat_api import stream_blocks
+    from overwire.integrations.vllm.streaming import prepare_config
+    from overwire.offloading.fixed import OPERATOR
+    from vllm.compilation.backends import split_graph
+    from vllm.config import CompilationMode, CUDAGraphMode
+    from vllm.forward_context import set_forward_context
+
+    theirs, config = base.load(plain, *where, "safetensors")
+    model, config = base.load(path, *where, "overwire")
+    compilation, counts = config.compilation_config, []
+    compilation.mode, before = CompilationMode.VLLM_COMPILE, list(compilation.splitting_ops or ())
+    if not prepare_config(config, config.model_config) or compilation.splitting_ops != [*before, OPERATOR]:
+        raise SystemExit(f"compiled layers have no fixed slots: {compilation.splitting_ops}")
+
+    compilation.cudagraph_mode = CUDAGraphMode.FULL_AND_PIECEWISE
+    base.fails("full graphs", ("ValueError", "PIECEWISE"), lambda: prepare_config(config, config.model_config))
+    compilation.cudagraph_mode = CUDAGraphMode.PIECEWISE
+    prepare_config(config, config.model_config)
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        parts, items = split_graph(graph, [*compilation._attention_ops, OPERATOR])
+        for item in items:
+            names = [str(node.target) for node in item.graph.graph.nodes if node.op == "call_function"]
+            if any("next_block" in name for name in names) != (item.is_splitting_graph and "next_block" in names[0]):
+                raise SystemExit(f"a part with other operators loads a layer: {names}")
+            counts.append(any("next_block" in name for name in names))
+        return parts
+
+    layers = list(model.model.layers)
+    with stream_blocks(model, torch.device("cpu"), layers, [], 0, static=True) as offloaded, torch.inference_mode():
+        if len(offloaded.blocks) != base.LAYERS:
+            raise SystemExit(f"{path}: {offloaded}")
+        for tokens in (9, 1, 9):
+            for ours, own in zip(outputs(model, config, tokens), outputs(theirs, config, tokens), strict=True):
+                if not torch.equal(ours, own):
+                    raise SystemExit(f"{path}: outputs of fixed slots differ for {tokens} tokens")
+        run = torch.compile(lambda ids, at: model.model.forward(ids, at, None), backend=backend, fullgraph=True)
+        ids = torch.arange(7, 16) % 300
+        with set_forward_context(None, config, num_tokens=9):
+            if not torch.equal(run(ids, torch.arange(9)), outputs(theirs, config, 9)[0]):
+                raise SystemExit(f"{path}: outputs of the compiled model differ")
+    if sum(counts) != base.LAYERS:
+        raise SystemExit(f"{path}: {sum(counts)} parts load a layer")
+    print(f"  {path.parent.name}, {path.name}: divided as vLLM does, outputs equal", flush=True)
 
 
 def away() -> None:
@@ -124,11 +174,11 @@ def refusals(path: Path, where: tuple[int, int, int]) -> None:
 
     before = get_offloader()
     for words, extra, more in (
-        ("--enforce-eager", {"offload": True}, {"enforce_eager": False}),
+        ("compilation mode 3", {"offload": True}, {"enforce_eager": False}),
         ("--cpu-offload-gb", {"offload": True}, {"cpu_offload_gb": 1}),
         ("cannot be combined", {"offload": True, "prepared": True}, {}),
         ("offload must be", {"offload": 5}, {}),
-        ("expected bytes", {"offload": "many"}, {}),
+        ("expected a number of bytes", {"offload": "many"}, {}),
     ):
         base.fails(words, (words,), functools.partial(attempt, extra, **more))
     if get_offloader() is not before:
@@ -146,6 +196,7 @@ def rank_main(root: Path, world: int, rank: int, port: int, names: list[str]) ->
         for kind in ("plain", "compressed"):
             streams(root / name / kind, root / name / "plain", where)
     if world == 1:
+        compiles(root / "llama/compressed", root / "llama/plain", where)
         refusals(root / "llama/plain", where)
 
 

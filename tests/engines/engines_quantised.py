@@ -4,7 +4,8 @@
 
 vLLM makes each model as for a GPU. A checkpoint of random values is made from the model's own parameters, with fused
 ones split. vLLM itself and overwire load it in one process and in two ranks. Every parameter, buffer and plain
-attribute is compared before vLLM processes the weights and, if that needs no compiled kernel, afterwards.
+attribute is compared before vLLM processes the weights and, if that needs no compiled kernel, afterwards. With the
+option `offload`, the values are compared after all layers have been streamed and restored.
 """
 
 from __future__ import annotations
@@ -320,7 +321,7 @@ class Log:
 
 
 def compare(root: Path, case: str, kind: str, where: Where, starts: Starts, log: Log) -> None:
-    """Loads a model with vLLM itself and with overwire, by its defaults and with `plan` set."""
+    """Loads a model with vLLM itself and with overwire, by its defaults, with `plan` and with `offload`."""
     from overwire.integrations.vllm.methods import COPIED
     from vllm.model_executor.model_loader import get_model
 
@@ -349,6 +350,14 @@ def compare(root: Path, case: str, kind: str, where: Where, starts: Starts, log:
         raise SystemExit(f"{kind}, {case} ({method}): {how[1]}")
     if takes_processed(model) != (f"{kind}, {case}" in PREPARED):
         raise SystemExit(f"{kind}, {case}: prepared state allowed: {takes_processed(model)}")
+    vllm_config = config_of(path / "plain", where, "overwire", {"offload": True}, None if quantised else method)
+    with current(vllm_config, where):
+        model = get_model(vllm_config=vllm_config)
+    offloaded = model.__dict__["_overwire_offloaded"]
+    count = len(offloaded.blocks)
+    offloaded.close()
+    if not count or starts.failed != loads[0][2] or (wrong := base.differences(everything(model), loads[0][1])):
+        raise SystemExit(f"{kind}, {case}: {count} layers are not streamed as they are: {wrong}, {starts.failed}")
     processed = f"not processed here ({loads[0][2]})" if loads[0][2] else "processed"
     print(f"  {kind}, {case} ({method}): {len(loads[0][0])} values equal vLLM's own load, {processed}; {how[-1]}", flush=True)
 

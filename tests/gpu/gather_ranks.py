@@ -18,7 +18,7 @@ from overwire import gpu
 from overwire.distributed import group as grouping
 from overwire.offloading.blocks import Block, Weight
 from overwire.offloading.sharing import BlockGroup
-from overwire.offloading.stored import CHUNK, HostMemory, SharedMemory, StoredBlock, encode_block
+from overwire.offloading.stored import HostMemory, SharedMemory, StoredBlock, encode_block
 
 # Seconds after which a rank counts as hanging, and the buffers of each rank.
 HANGS, BUFFERS = 120, 3
@@ -60,11 +60,8 @@ class Rank:
         one = self.stored[at]
         out = gpu.alloc(one.nbytes, self.device, self.stream)
         source = self.group.take_block(self.memories[at], self.stream)
-        rows = [
-            (source + offset, length, out.address + place.offset, place.nbytes, CHUNK)
-            for place, (offset, length) in zip(one.places, one.streams, strict=True)
-        ]
-        self.decodings.append((at, gpu.decode(self.device, self.stream, rows, "X16"), out))
+        tasks = one.pack_tasks(source, out.address)
+        self.decodings.append((at, gpu.decode(self.device, self.stream, tasks, "X16"), out))
 
     def compare(self) -> None:
         """Compares all blocks that were decoded."""

@@ -10,11 +10,14 @@ import gc
 import random
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import overwire.compat.nvcomp as nvcomp
 import pytest
-from overwire import codecs, errors, gpu
+from overwire import _verbs, codecs, errors, gpu, save_file
+from overwire.jobs import Job
+from overwire.model.opened import Model, pack_requests
 
 if gpu.count() == 0:
     pytest.skip("no CUDA device", allow_module_level=True)
@@ -456,3 +459,28 @@ def test_overlaps_are_refused_underneath() -> None:
     with pytest.raises(errors.ArgumentError, match="overlap"):
         gpu.copy(at + 1, at, 100, device=0)
     assert gpu.decode(0, 1, [(at, stored.nbytes, at + 8192, 4096, 1 << 20)], "X16").wait() == [None]
+
+
+def test_stored_chunks_of_a_file_decode_on_the_gpu(tmp_path: Path) -> None:
+    """Streams of a compressed file's chunks are loaded to the GPU, which decodes them to the tensors."""
+    tensors = {"a": torch.randn(700, 1001).bfloat16(), "b": torch.randn(3, 5).half(), "c": torch.tensor(0.5)}
+    save_file(tensors, tmp_path / "m.safetensors", compress=True)
+    model = Model(tmp_path / "m.safetensors")
+    _, numbers, _, table, handle = _verbs.streams(model.handle)
+    view = Model.held("m.safetensors", table or [], handle, "cuda:0")
+    kept, requests, rows, outs = [], [], [], {}
+    for at, (row, chunk) in enumerate(zip(view.table, memoryview(numbers).cast("q"), strict=True)):
+        out, stream = (gpu.alloc(nbytes, 0) for nbytes in (tensors[row[0]].nbytes, row[3]))
+        kept += [out, stream]
+        requests.append((at, stream.address, 0, -1, 0, -1))
+        rows.append((stream.address, row[3], out.address, out.nbytes, chunk))
+        outs[row[0]] = out
+    with Job(_verbs.load({"device": "cuda:0"}, handle, False, pack_requests(requests)), "load") as job:
+        job.wait()
+    assert gpu.decode(0, 1, rows, "X16").wait() == [None] * 3
+    for name, out in outs.items():
+        back = torch.empty(out.nbytes, dtype=torch.uint8)
+        gpu.copy(back.data_ptr(), out.address, out.nbytes, device=0)
+        assert torch.equal(back, tensors[name].reshape(-1).view(torch.uint8))
+    view.close()
+    model.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+from pathlib import Path
 from typing import Any
 
 import overwire as ow
@@ -13,6 +14,7 @@ torch = pytest.importorskip("torch")
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU that torch sees", allow_module_level=True)
 
+from overwire import gpu  # noqa: E402
 from overwire._compat_api import stream_blocks  # noqa: E402
 from overwire.offloading import ring as rings  # noqa: E402
 from test_offload import BYTES, Cast, Model  # noqa: E402
@@ -329,3 +331,56 @@ def test_a_changed_byte_of_stored_weights_is_noticed() -> None:
         for _ in range(3):
             outputs(model)
             torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("where", ["host", "device", "auto"])
+def test_chunks_of_a_file_are_stored_as_they_are(where: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compressed file is not encoded again, in any tier. A wrong chunk is noticed before the model runs."""
+    reference, path = Model(7, 512).cuda(), tmp_path / "m.safetensors"
+    ow.save_model(reference, path, compress=True)
+    model = copy.deepcopy(reference).cpu()
+    for parameter in model.parameters():
+        parameter.data.zero_()
+
+    def refuse(*args: Any, **options: Any) -> Any:
+        raise AssertionError("a weight is encoded")
+
+    monkeypatch.setattr(gpu, "encode", refuse)
+    room = {"room": 4 << 20} if where == "auto" else {}
+    with ow.offload(model, "cuda", where=where, source=path, **room):
+        for _ in range(3):
+            assert torch.equal(outputs(model), outputs(reference))
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(ow.CorruptError, match="m.safetensors"):
+        ow.offload(model, "cuda", where=where, source=path, **room)
+
+
+@torch.no_grad()
+def test_graphs_of_layers_in_fixed_slots() -> None:
+    """Graphs that were captured between the operators replay with the weights of every layer. A graph that captures an
+    operator raises an error that names the layer."""
+    reference = Model(7, 512).cuda()
+    model = copy.deepcopy(reference).cpu()
+    with stream_blocks(model, torch.device("cuda", 0), model.layers, list(model.parameters()), static=True) as offloaded:
+        for _ in range(2):
+            assert torch.equal(outputs(model), outputs(reference))
+        whole = torch.cuda.CUDAGraph()
+        with pytest.raises(ow.NotSupportedError, match=r"layers\.0: a CUDA graph"), torch.cuda.graph(whole):
+            outputs(model)
+        x = first = model.embed(IDS).clone()
+        graphs = []
+        for name, layer in zip(offloaded.blocks, model.layers, strict=True):
+            torch.ops.overwire.next_block([x], name)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                x = type(layer).forward(layer, x)
+            graphs.append(graph)
+        for shift in range(4):
+            ids = IDS + shift
+            first.copy_(model.embed(ids))
+            for name, graph in zip(offloaded.blocks, graphs, strict=True):
+                torch.ops.overwire.next_block([first], name)
+                graph.replay()
+            assert torch.equal(model.head(x), reference(ids))

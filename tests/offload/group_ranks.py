@@ -7,6 +7,7 @@ import datetime
 import os
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -77,7 +78,10 @@ def same(group: Any, rank: int, ranks: int) -> None:
     model, plain = Model(), Model()
     with ow.offload(Model(), "cpu") as alone:
         stored = alone.stored
+    folder = tempfile.TemporaryDirectory()
+    ow.save_model(plain, f"{folder.name}/weights.safetensors", compress=True)
     options: list[dict[str, Any]] = [{}, {"slots": 1}, {"slots": 3, "keep": 80_000}, {"where": "auto", "room": 100_000}]
+    options += [{**one, "source": f"{folder.name}/weights.safetensors"} for one in (options[0], options[3])]
     for one in options:
         with ow.offload(model, "cpu", group=group, **one) as offloaded:
             every: list[Any] = [None] * ranks
@@ -88,6 +92,7 @@ def same(group: Any, rank: int, ranks: int) -> None:
             for order in ([0, 1, 2, 3, 4], [0, 1, 2, 3, 4], [4, 0, 2, 2, 1], [3], [1, 3, 0], [0, 1, 2, 3, 4]):
                 assert torch.equal(run(model, order), run(plain, order)), (one, order)
         model.assert_whole()  # a rank may close before another one has finished the last pass
+    folder.cleanup()  # forks end without it
 
 
 def every_name(options: dict[str, Any]) -> list[str]:

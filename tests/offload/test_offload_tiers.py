@@ -17,6 +17,7 @@ import test_offload as base
 import test_offload_escapes as escapes
 import test_offload_streams as streams
 import torch
+from overwire.offloading import blocks as cutting
 from overwire.offloading import offload as offloading
 from overwire.offloading import ring as rings
 from overwire.offloading import stored, tiers
@@ -238,7 +239,7 @@ def test_the_default_room(monkeypatch: pytest.MonkeyPatch) -> None:
     """The default room is the memory that will be free, minus the slots, two more blocks and a fifth of the GPU. A
     larger room is lowered."""
     gpu, blocks = torch.device("cuda", 0), base.Model(3)
-    found = tiers.Block("a", blocks, [tiers.Weight("w", torch.nn.Parameter(torch.empty(250)), torch.device("cpu"))])
+    found = tiers.Block("a", blocks, [cutting.Weight("w", torch.nn.Parameter(torch.empty(250)), torch.device("cpu"))])
     free: list[Any] = [20_000, 40_000]
     monkeypatch.setattr(tiers, "_free_memory", lambda name: tuple(free))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda gpu: 700)
@@ -286,3 +287,25 @@ def test_close_frees_each_block_that_it_restores(tier: dict[str, Any], monkeypat
     monkeypatch.setattr(offloading, "_decode_block", decode_block)
     offloaded.close()
     assert left == [5, 4, 3, 2, 1]
+
+
+@pytest.mark.parametrize("compress", [True, False])
+def test_a_plan_gives_the_bytes_and_the_cost_of_each_tier(tmp_path: Path, compress: bool) -> None:
+    """The bytes are at least those of an offload, and `tier_for` returns the fastest tier that fits."""
+    model = Model(8, 256)
+    ow.save_model(model, tmp_path / "m.safetensors", compress=compress)
+    plan = ow.plan(tmp_path / "m.safetensors")
+    assert plan.offload is None and [tier.where for tier in plan.tiers] == ["resident", "device", "host"]
+    resident, there, host = plan.tiers
+    assert resident.device == plan.nbytes and "2 to 3 times" in there.cost and "copies" in host.cost
+    assert (there.device < resident.device) == compress and host.device < resident.device
+    with ow.offload(model, "cpu", where="device", source=tmp_path / "m.safetensors") as offloaded:
+        rest = resident.device - offloaded.nbytes
+        assert not compress or offloaded.stored_on_device <= (there.device - rest - offloaded.ring)
+    for tier in plan.tiers if compress else (resident, host):
+        assert plan.tier_for(tier.device) == tier and plan.tier_for(tier.device - 1) != tier
+    assert plan.tier_for(1) is None and plan.tier_for("1TB") == resident
+    ow.save_file({"a": torch.zeros(9)}, tmp_path / "flat.safetensors")
+    assert [tier.where for tier in ow.plan(tmp_path / "flat.safetensors").tiers] == ["resident"]
+    with pytest.raises(ow.ArgumentError, match="room"):
+        plan.tier_for("much")

@@ -12,6 +12,7 @@ import (
 	"github.com/overwire/overwire/gosrc/hoststore"
 	"github.com/overwire/overwire/gosrc/job"
 	"github.com/overwire/overwire/gosrc/load"
+	"github.com/overwire/overwire/gosrc/nvcomp"
 	"github.com/overwire/overwire/gosrc/preload"
 	"github.com/overwire/overwire/gosrc/relay"
 	"github.com/overwire/overwire/gosrc/tensor"
@@ -89,6 +90,9 @@ func modelVerbs() []*Verb {
 			ofNumbered(modelOf, func(m *load.Model, _ none, _ []int64) ([]load.State, error) {
 				return m.FileStates(), nil
 			})).ints("model"),
+		answered("streams",
+			"Return a model with native X16 streams of a model's stored chunks, its table, and their chunk sizes.",
+			ofNumbered(modelOf, streamModel)).ints("model"),
 		answered("settle", "Bind destinations for a load's requests that had destination 1. The load writes there "+
 			"after the work that is now queued on the stream.", ofNumbered(jobOf,
 			func(e *entry, _ none, n []int64) (none, error) {
@@ -164,6 +168,15 @@ func openModel(ctx context.Context, _ *job.Job, q openRequest, _ []int64) (*Resu
 	}
 	r.Model, r.Table = keep(m), ix
 	return r, nil
+}
+
+func streamModel(m *load.Model, _ none, _ []int64) (*Result, error) {
+	ix, srcs, contents := nvcomp.ViewStreams(m.Index(), m.Sources())
+	view, err := load.ViewOf(m, ix, srcs)
+	if err != nil {
+		return nil, err
+	}
+	return &Result{Model: keep(view), Table: ix, Numbers: contents}, nil
 }
 
 // requestWords is how many numbers encode a load request, in the order of load.Request's fields.

@@ -137,8 +137,8 @@ var mayImport = map[string][]string{
 		"codec/...", "job", "knob", "tensor", "errs", "internal/..."},
 
 	// The nvCOMP bitstreams. The library imports package nvcomp, but none of the packages below it.
-	"nvcomp": {"nvcomp/...", "codec/x16", "device", "device/cpu", "device/cuda", "device/cuda/stream",
-		"knob", "tensor", "errs", "internal/..."},
+	"nvcomp": {"nvcomp/...", "codec", "codec/x16", "device", "device/cpu", "device/cuda", "device/cuda/stream",
+		"knob", "source", "tensor", "errs", "internal/..."},
 	"nvcomp/lz4":      {"errs"},
 	"nvcomp/snappy":   {"errs"},
 	"nvcomp/zstd":     {"errs"},

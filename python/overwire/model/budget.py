@@ -37,7 +37,8 @@ def estimate(
         if not numbers:
             nothing: LoadEstimate = {"bytes": [], "peak": 0, "staging": 0, "pinned": 0, "windows": []}
             if keep is not None:
-                nothing["offload"] = {"rest": 0, "kept": 0, "streamed": 0, "stored": 0, "ring": 0, "blocks": []}
+                sizes = dict.fromkeys(("rest", "kept", "streamed", "stored", "ring", "slots"), 0)
+                nothing["offload"] = {**sizes, "blocks": []}  # type: ignore[typeddict-item]
             return nothing
     load: LoadProspect = {"device": model.device, "max_memory": parse_size(max_memory, "max_memory"), "stream": stream}
     load["unpack"] = frame.name == "numpy"

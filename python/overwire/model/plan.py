@@ -55,13 +55,31 @@ class PlannedFile:
 
 
 @dataclass(frozen=True)
+class PlannedTier:
+    """One place for a model's weights.
+
+    where: "resident" for weights that are not compressed, or the argument `where` of `offload`.
+    device, host: bytes of device and host memory that the weights need.
+    cost: what a pass then costs, in words.
+    """
+
+    __module__ = "overwire"
+
+    where: str
+    device: int
+    host: int
+    cost: str
+
+
+@dataclass(frozen=True)
 class PlannedOffload:
     """The memory that `offload` would use for a model, in bytes.
 
     rest: weights outside the blocks. They stay on the device.
     kept: blocks that stay on the device.
-    streamed: blocks that are streamed. stored: the most host memory that they take.
-    ring: device memory for streaming, with two slots.
+    streamed: blocks that are streamed. stored: the most memory that they take, on the host or with where="device" on
+        the device.
+    ring: device memory for streaming from the host, with two slots.
     blocks: names of the streamed blocks, in the order of the file.
     """
 
@@ -91,6 +109,8 @@ class LoadPlan:
         coherent link (see `doctor`) needs none, but `plan` does not check that.
     pinned: bytes of pinned host memory for a load to a GPU.
     offload: a `PlannedOffload` if keep= was passed, otherwise None.
+    tiers: a `PlannedTier` for each place where the weights can be, the fastest first. If the tensor names do not show
+        the model's blocks, there is only "resident".
 
     Files without selected tensors are not listed.
     """
@@ -105,6 +125,13 @@ class LoadPlan:
     staging: int = 0
     pinned: int = 0
     offload: PlannedOffload | None = None
+    tiers: tuple[PlannedTier, ...] = ()
+
+    def tier_for(self, room: int | str) -> PlannedTier | None:
+        """Returns the fastest tier that needs at most `room` bytes of device memory ("24GB", int), or None. Leave
+        memory for activations and caches."""
+        size = parse_size(room, "room")
+        return next((tier for tier in self.tiers if tier.device <= size), None)
 
     def __repr__(self) -> str:
         text = (
@@ -116,6 +143,7 @@ class LoadPlan:
             one = self.offload
             text += f"; offload: {spell_count(len(one.blocks), 'block')} of {one.streamed} bytes streamed, "
             text += f"{one.device} bytes on the device"
+        text += "".join(f"; {one.where}: {one.device} + {one.host} bytes" for one in self.tiers[1:])
         return text + ")"
 
     def _repr_html_(self) -> str:
@@ -160,7 +188,7 @@ def plan(
     target = check_target(framework, device, options)
     with Model(source, device=target.device, **opening(options)) as model:
         rows = [model.row(at) for at in (range(len(model.table)) if model.chosen is None else model.chosen)]
-        load = estimate(model, target.frame, target.dtype, keep=size)
+        load = estimate(model, target.frame, target.dtype, keep=size or 0)
         info = model.info()
     tensors = tuple(
         PlannedTensor(row.name, row.dtype, row.shape, size, row.stored, info[row.source]["uri"])
@@ -177,12 +205,12 @@ def plan(
         if count[at]
     )
     offload = None
-    if plans := load.get("offload"):
+    if keep is not None and (plans := load.get("offload")):
         sizes = (plans["rest"], plans["kept"], plans["streamed"], plans["stored"], plans["ring"])
         offload = PlannedOffload(*sizes, tuple(plans["blocks"]))
-    return LoadPlan(
-        tensors, files, sum(load["bytes"]), load["peak"], sum(stored_sizes), load["staging"], load["pinned"], offload
-    )
+    tiers = tuple(PlannedTier(**tier) for tier in load.get("tiers", ()))
+    sums = sum(load["bytes"]), load["peak"], sum(stored_sizes), load["staging"], load["pinned"]
+    return LoadPlan(tensors, files, *sums, offload, tiers)
 
 
 spell_out(plan, PlanOptions)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ..model.sourcelike import SourceLike
     from .away import Record
     from .binding import Binding
-    from .blocks import Block, Weight
+    from .blocks import Block
     from .ring import Ring, Slot
     from .sharing import BlockGroup
     from .source import Source
@@ -168,16 +168,11 @@ class Offloaded:
         if source is not None:
             source.load_tensors(rest)
         tiers = Tiers(self._device, away, slots, where, room, self._group)
-        self._encode_blocks(blocks, staying, limit, _values_of if source is None else source.read_block, tiers)
+        self._encode_blocks(blocks, staying, limit, source, tiers)
         self._run_by(slots)
 
     def _encode_blocks(
-        self,
-        blocks: list[Block],
-        staying: set[int],
-        limit: int,
-        fill: Callable[[list[Weight]], list[torch.Tensor]],
-        tiers: Tiers,
+        self, blocks: list[Block], staying: set[int], limit: int, source: Source | None, tiers: Tiers
     ) -> None:
         from .away import record_of
 
@@ -186,7 +181,7 @@ class Offloaded:
                 self.kept += block.nbytes
                 continue
             def store_block(block: Block = block) -> StoredBlock:
-                result = tiers.compress_block(block, fill)
+                result = tiers.compress_block(block, source)
                 total = self.stored + result.bytes_on_host()
                 if limit and total > limit:
                     text = f"the stored weights take more than max_memory, {limit} bytes of host memory"
@@ -394,7 +389,8 @@ def offload(
     room: the most device memory that compressed weights may take ("40GB", int). The default for "auto" is the free
         memory, minus (`slots` + 2) times the largest block, minus a fifth of the GPU's memory; on the CPU it is 0.
     source: a file or folder, as for `load_file`, with the model's names. The weights are read from there instead of
-        from the model, which may be on the meta device.
+        from the model, which may be on the meta device. Without a group, stored chunks of compressed files are taken as
+        they are.
     blocks: modules, or their names, each of which is loaded as one block. By default the blocks are the children of
         the model's ModuleLists, and a child with more than a sixteenth of the model is divided further.
     max_memory: the most host memory that the stored weights may take ("12GB", int).
@@ -482,9 +478,11 @@ def _offload_model(
     if source is not None:
         from .source import Source
 
-        weights = Source(models[""], source, handle._device)
+        # A group's memory has room for streams of CHUNK only, so its ranks decode and encode the files' chunks.
+        weights = Source(models[""], source, handle._device, streams=members is None)
     with contextlib.ExitStack() as stack:
         if weights is not None:
+            stack.callback(weights.close_files)
             stack.enter_context(after_error(weights.take_memory))
         stack.enter_context(tell_error(handle._close_after))
         stack.enter_context(torch.inference_mode(inference))
@@ -498,29 +496,6 @@ def _offload_model(
     return handle
 
 
-def stream_blocks(
-    model: torch.nn.Module,
-    device: torch.device,
-    blocks: Iterable[torch.nn.Module],
-    moved: Iterable[torch.Tensor],
-    keep: int = 0,
-) -> Offloaded:
-    """Streams blocks that the caller has chosen. In addition to the blocks, only the tensors in `moved` are moved to
-    the device. keep: the bytes of blocks that stay on the device.
-
-    Raises ArgumentError, NotSupportedError, OutOfMemoryError and DeviceError. After an error the model is unchanged.
-    """
-    import torch
-
-    from .blocks import find_blocks
-
-    inference = any(tensor.is_inference() for tensor in model.parameters())
-    offloaded = Offloaded(device, inference)
-    with tell_error(offloaded._close_after), torch.inference_mode(inference), torch.no_grad():
-        offloaded._begin_streaming(find_blocks(model, blocks), list(moved), keep, 2)
-    return offloaded
-
-
 def _check_tier(where: object, room: object) -> int:
     if where not in ("host", "device", "auto"):
         raise ArgumentError(f"overwire: offload: where {where!r}: expected 'host', 'device' or 'auto'")
@@ -529,8 +504,6 @@ def _check_tier(where: object, room: object) -> int:
     return parse_size(room, "room")
 
 
-def _values_of(weights: list[Weight]) -> list[torch.Tensor]:
-    return [weight.parameter.detach() for weight in weights]
 
 
 def _copy_once(tensor: torch.Tensor, device: torch.device, copies: dict[tuple[Any, ...], torch.Tensor]) -> torch.Tensor:

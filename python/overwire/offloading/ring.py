@@ -27,7 +27,7 @@ from .. import gpu
 from .._locks import new_lock
 from ..errors import NotSupportedError
 from ..frameworks.torch import _errors_of
-from .stored import CHUNK, SharedMemory, StoredBlock, StoredMemory, decode_on_host
+from .stored import SharedMemory, StoredBlock, StoredMemory, decode_on_host
 
 if TYPE_CHECKING:
     from .sharing import BlockGroup
@@ -361,11 +361,7 @@ class _GPUCarrier:
         key = (block.memory.address, source, slot.memory.data_ptr())
         tasks = self._tasks.get(key)
         if tasks is None:
-            tasks = self._tasks[key] = gpu.pack_streams(
-                (source + offset, length, slot.memory.data_ptr() + place.offset, place.nbytes, CHUNK)
-                for place, (offset, length) in zip(block.places, block.streams, strict=True)
-                if place.nbytes
-            )
+            tasks = self._tasks[key] = block.pack_tasks(source, slot.memory.data_ptr())
         self._batches.append(gpu.decode(self._device.index, self._decoding.cuda_stream, tasks, "X16"))
         slot.ready = self._decoding.record_event()
 

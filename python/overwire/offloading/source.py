@@ -1,4 +1,9 @@
-"""Reads the weights of a model that is offloaded with source=."""
+"""Reads the weights of a model that is offloaded with source=.
+
+If a file has a weight as it is needed, its stored chunks are taken unchanged, as a native X16 stream. That is the case
+if the file is compressed, and dtype and shape match. Other weights are decoded and, if necessary, cast, and so are all
+weights in a group.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .. import _verbs
 from ..errors import ModelMismatchError
-from ..frameworks.torch import _errors_of
+from ..frameworks.torch import SAVED, _errors_of
+from ..model.opened import Model
+from ..verbs.into import ALL, table_of
 from ..verbs.open import safe_open
 from ..verbs.states import tensors_of_module
 from .blocks import Weight
+from .stored import FileStream
 
 if TYPE_CHECKING:
     from ..model.sourcelike import SourceLike
@@ -20,7 +29,8 @@ if TYPE_CHECKING:
 class Source:
     """A file with a model's weights, under the model's names."""
 
-    def __init__(self, model: torch.nn.Module, source: SourceLike, device: torch.device) -> None:
+    def __init__(self, model: torch.nn.Module, source: SourceLike, device: torch.device, streams: bool) -> None:
+        """streams: whether to take the stored chunks of compressed files."""
         self._device = device
         self._file = safe_open(source, framework="pt")
         self._tables: list[dict[str, Any]] = [
@@ -28,6 +38,8 @@ class Source:
         ]
         self._placeholders: list[tuple[Any, str, torch.Tensor]] = []  # the model's meta tensors
         file_names, (state, _) = set(self._file.keys()), tensors_of_module(model, "offload")
+        self._streams: Model | None = None
+        self._rows: dict[str, FileStream] = {}  # by name
         self._names: dict[int, str] = {}
         needs: dict[int, str] = {}
         for name, tensor in [
@@ -40,6 +52,8 @@ class Source:
         if missing := [name for key, name in needs.items() if key not in self._names]:
             first = ", ".join(sorted(missing)[:5])
             raise ModelMismatchError(f"overwire: offload: {source} lacks {len(missing)} weights of the model: {first}")
+        if streams:
+            self._open_streams()
 
     def give_memory(self) -> None:
         """Replaces each meta tensor by a tensor in host memory, under all its names."""
@@ -66,11 +80,57 @@ class Source:
     def load_tensors(self, tensors: Iterable[torch.Tensor]) -> None:
         self._file.load_into([(self._names[id(t)], None, t.data) for t in tensors if id(t) in self._names])
 
-    def read_block(self, weights: list[Weight]) -> list[torch.Tensor]:
-        # The tensors are on the device, because a GPU encodes them there and then sends only stored bytes to the host.
+    def read_block(self, weights: list[Weight]) -> list[torch.Tensor | FileStream]:
+        """Returns the stream of each weight that the file has as it is needed, and the values of the others."""
+        # Values are on the device, because a GPU encodes them there and then sends only stored bytes to the host.
+        contents: list[torch.Tensor | FileStream] = []
+        pairs: list[tuple[str, None, torch.Tensor]] = []
         with _errors_of(str(self._device), sum(weight.parameter.nbytes for weight in weights)):
-            tensors = [torch.empty_like(weight.parameter.detach(), device=self._device) for weight in weights]
-        self._file.load_into(
-            [(self._names[id(w.parameter)], None, tensor) for w, tensor in zip(weights, tensors, strict=True)]
-        )
-        return tensors
+            for weight in weights:
+                if stream := self._stream_of(weight):
+                    contents.append(stream)
+                    continue
+                contents.append(values := torch.empty_like(weight.parameter.detach(), device=self._device))
+                pairs.append((self._names[id(weight.parameter)], None, values))
+        if pairs:
+            self._file.load_into(pairs)
+        return contents
+
+    def load_streams(self, streams: list[tuple[int, int]], on_device: bool) -> None:
+        """Loads streams, given by number and address, to the host or the device, and compares all checksums."""
+        assert self._streams is not None
+        device = str(self._device) if on_device else "cpu"
+        view = self._streams.on(device)
+        view.lands = device  # a preload has no streams
+        with view.start([(number, address, *ALL) for number, address in streams]) as job:
+            job.wait()
+
+    def close_files(self) -> None:
+        """Closes the files. A second call does nothing."""
+        if self._streams is not None:
+            self._streams.close()
+        self._file.close()
+
+    def _stream_of(self, weight: Weight) -> FileStream | None:
+        like = weight.parameter.detach()
+        stream = self._rows.get(self._names[id(weight.parameter)])
+        if stream is None or not like.is_contiguous() or like.dtype != stream.like.dtype:
+            return None
+        return stream._replace(like=like) if like.shape == stream.like.shape else None
+
+    def _open_streams(self) -> None:
+        # Finds the streams of the tensors in compressed files. If the files are preloaded, they are not read again.
+        model = self._file._live_model()
+        view, parts = model.on(str(self._device)), model.info()
+        view.join()
+        if view.joined or not any(part["overwire"] for part in parts):
+            return
+        _, numbers, _, table, handle = _verbs.streams(model.handle)
+        self._streams = Model.held(model.uris[0], table or [], handle, "cpu")
+        chunks, types = memoryview(numbers).cast("q"), {name: dtype for dtype, name in SAVED.items()}
+        shapes = {name: (types.get(dtype), shape) for name, dtype, shape in table_of(self._file)}
+        for number, (name, _, _, nbytes, _, source, _) in enumerate(self._streams.table):
+            dtype, shape = shapes[name]
+            if dtype is not None:
+                like = torch.empty(shape, dtype=dtype, device="meta")
+                self._rows[name] = FileStream(number, nbytes, chunks[number], like, parts[source]["uri"], name)

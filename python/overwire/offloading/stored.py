@@ -1,7 +1,7 @@
 """Stores the weights of one block compressed in host or device memory, with their offsets in a slot.
 
-Each tensor becomes one native X16 stream (overwire.codecs). For a GPU, the GPU encodes the tensors, so that only stored
-bytes are copied to the host. Otherwise the CPU encodes them.
+Each tensor becomes one native X16 stream (overwire.codecs). If a file has the stream, it is loaded. Otherwise the
+tensor is encoded: for a GPU by the GPU, so that only stored bytes are copied to the host, or by the CPU.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ import ctypes
 import mmap
 import os
 from array import array
-from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 
 from .. import _verbs, codecs, gpu
 from .._undo import after_error
-from ..errors import DeviceError, OutOfMemoryError
+from ..errors import CorruptError, DeviceError, OutOfMemoryError
 from ..frameworks.torch import SAVED, _errors_of
 from ..jobs import Job
 
@@ -45,12 +45,25 @@ class Place(NamedTuple):
         )
 
 
+class FileStream(NamedTuple):
+    """The stream of a tensor in a file. number: its position in the files' streams. like: a tensor with the tensor's
+    dtype, shape and strides, in row-major order. chunk: the tensor bytes of the stream's chunks."""
+
+    number: int
+    nbytes: int
+    chunk: int
+    like: torch.Tensor
+    uri: str
+    name: str
+
+
 class StoredBlock(NamedTuple):
-    """A stored block. streams: the offset in `memory` and the length of each tensor's stream. nbytes: the bytes of the
-    decoded block in a slot, including gaps. digests: the digests of the tensors' bytes."""
+    """A stored block. streams: the offset in `memory` and the length of each tensor's stream, and the tensor bytes of
+    its chunks. nbytes: the bytes of the decoded block in a slot, including gaps. digests: the digests of the tensors'
+    bytes."""
 
     places: list[Place]
-    streams: list[tuple[int, int]]
+    streams: list[tuple[int, int, int]]
     memory: StoredMemory
     nbytes: int
     digests: bytes
@@ -58,6 +71,14 @@ class StoredBlock(NamedTuple):
     def bytes_on_host(self) -> int:
         """Returns the bytes of host memory that this process stores."""
         return 0 if self.memory.is_on_device else self.memory.part[1] - self.memory.part[0]
+
+    def pack_tasks(self, source: int, slot: int) -> bytes:
+        """Returns the tasks with which a GPU decodes the block from the address of its stored bytes into a slot."""
+        return gpu.pack_streams(
+            (source + offset, length, slot + place.offset, place.nbytes, chunk)
+            for place, (offset, length, chunk) in zip(self.places, self.streams, strict=True)
+            if place.nbytes
+        )
 
     def is_in(self, memory: torch.Tensor) -> bool:
         """Returns whether a slot's memory contains the bytes of all tensors. Waits for torch's current stream."""
@@ -157,38 +178,58 @@ def place_tensors(tensors: list[torch.Tensor]) -> tuple[list[Place], int]:
     return places, end
 
 
-def encode_block(tensors: list[torch.Tensor], device: torch.device, allocate: _Allocate | None = None) -> StoredBlock:
-    """Compresses the tensors of a block into the memory that `allocate` returns for their stored bytes, by default
-    host memory. The tensors must be dense, with their dimensions in any order. They are not changed.
+def encode_block(
+    contents: Sequence[torch.Tensor | FileStream],
+    device: torch.device,
+    allocate: _Allocate | None = None,
+    load: Callable[[list[tuple[int, int]], bool], None] | None = None,
+) -> StoredBlock:
+    """Stores the tensors of a block in the memory that `allocate` returns for their stored bytes, by default host
+    memory. The tensors must be dense, with their dimensions in any order. They are not changed.
 
-    Raises OutOfMemoryError and DeviceError.
+    load: loads streams of files, given by number and address, to the host or the device. Their chunks are stored as
+    they are. They are decoded once, to find out whether all bytes are right, and for the digests.
+
+    Raises OutOfMemoryError, DeviceError, CorruptError, and the errors of `load`.
     """
-    places, nbytes = place_tensors(tensors)
+    places, nbytes = place_tensors([one.like if isinstance(one, FileStream) else one for one in contents])
+    tensors = [one for one in contents if isinstance(one, torch.Tensor)]
     rows = [t.detach().as_strided((t.numel(),), (1,)).view(torch.uint8) for t in tensors]
-    on_gpu = device.type == "cuda"
+    on_gpu, digests = device.type == "cuda", b""
     with torch.cuda.device(device) if on_gpu else contextlib.nullcontext():
         if on_gpu:
             with _errors_of(str(device), nbytes):
                 rows = [row.to(device) for row in rows]
-        digests = digest_rows([(row.data_ptr(), row.numel()) for row in rows], device)
-        codes, _keep = (_encode_on_gpu if on_gpu else _encode_on_host)(tensors, rows, device)
-        streams, end = _place_streams([length for _, length in codes])
+        if len(rows) == len(contents):
+            digests = digest_rows([(row.data_ptr(), row.numel()) for row in rows], device)
+        spans = iter((_encode_on_gpu if on_gpu else _encode_on_host)(tensors, rows, device))
+        parts = [one if isinstance(one, FileStream) else next(spans) for one in contents]
+        offsets, end = _place_streams([one.nbytes for one in parts])
+        streams = [
+            (offset, length, one.chunk if isinstance(one, FileStream) else CHUNK)
+            for (offset, length), one in zip(offsets, parts, strict=True)
+        ]
         memory = allocate(end) if allocate is not None else HostMemory(end, device)
-        _fill_memory(memory, streams, codes, device)
-        return StoredBlock(places, streams, memory, nbytes, digests)
+        block = StoredBlock(places, streams, memory, nbytes, digests)
+        pairs = [(offset, one) for (offset, _), one in zip(offsets, parts, strict=True)]
+        _fill_memory(memory, [(offset, one) for offset, one in pairs if isinstance(one, codecs.Span)], device)
+        loads = [(one.number, memory.address + offset) for offset, one in pairs if isinstance(one, FileStream)]
+        if loads and load is not None:
+            del spans, parts, pairs, rows  # they may have device memory, which the check needs
+            load(loads, memory.is_on_device)
+            return block._replace(digests=_check_streams(block, contents, device))
+    return block
 
 
-def _fill_memory(
-    memory: StoredMemory, streams: list[tuple[int, int]], codes: list[tuple[int, int]], device: torch.device
-) -> None:
-    # Copies the part of the streams that `memory` stores. codes: the address and length of each stream.
+def _fill_memory(memory: StoredMemory, spans: list[tuple[int, codecs.Span]], device: torch.device) -> None:
+    # Copies the part of the streams that `memory` stores. spans: the offset of each stream, and its bytes.
     stream = gpu.current_stream(device.index) if device.type == "cuda" else 0
     start, end = memory.part
-    for (offset, length), (at, _) in zip(streams, codes, strict=True):
-        low, high = max(offset, start), min(offset + length, end)
+    for offset, span in spans:
+        low, high = max(offset, start), min(offset + span.nbytes, end)
         if low >= high:
             continue
-        to, source, nbytes = memory.address + low, at + low - offset, high - low
+        to, source, nbytes = memory.address + low, span.address + low - offset, high - low
         if device.type == "cuda":
             gpu.copy(to, source, nbytes, device=device.index, stream=stream, wait=False)
         else:
@@ -196,7 +237,36 @@ def _fill_memory(
     if device.type == "cuda":
         gpu.stream_sync(stream, device.index)
     if isinstance(memory, SharedMemory):
-        memory.digests = digest_rows(codes, device)
+        memory.digests = digest_rows([(span.address, span.nbytes) for _, span in spans], device)
+
+
+def _check_streams(block: StoredBlock, contents: Sequence[torch.Tensor | FileStream], device: torch.device) -> bytes:
+    # Decodes a block, and returns the digests of its tensors.
+    with _errors_of(str(device), block.nbytes):
+        memory = torch.empty(block.nbytes, dtype=torch.uint8, device=device)
+    try:
+        if device.type == "cuda":
+            with _errors_of(str(device), block.memory.nbytes):
+                source = block.memory.tensor.to(device)
+            tasks = block.pack_tasks(source.data_ptr(), memory.data_ptr())
+            for error in gpu.decode(device.index, gpu.current_stream(device.index), tasks, "X16").wait():
+                if isinstance(error, BaseException):
+                    raise error
+        else:
+            decode_on_host(block, range(len(contents)), memory)
+    except CorruptError:
+        on_host = copy_to_host(block)
+        for number, one in enumerate(contents):
+            if isinstance(one, FileStream):
+                try:
+                    decode_tensor(on_host, number)
+                except CorruptError as error:
+                    where = f"{one.uri} tensor {one.name!r} chunk {error.chunk}"
+                    raise CorruptError(
+                        f"overwire: offload: {where}: {error}", source=one.uri, tensor=one.name, chunk=error.chunk
+                    ) from error
+        raise
+    return digest_rows([(memory.data_ptr() + one.offset, one.nbytes) for one in block.places], device)
 
 
 def copy_to_host(block: StoredBlock) -> StoredBlock:
@@ -231,7 +301,7 @@ def decode_on_host(block: StoredBlock, numbers: Iterable[int], memory: torch.Ten
     """Decodes tensors of a block on the CPU. memory: the bytes of a slot from byte `base` on. Raises CorruptError."""
     sources, outs = [], []
     for number in numbers:
-        place, (offset, length) = block.places[number], block.streams[number]
+        place, (offset, length, _) = block.places[number], block.streams[number]
         if place.nbytes:
             sources.append(codecs.Span(block.memory.address + offset, length, block.memory))
             outs.append(codecs.Span(memory.data_ptr() + place.offset - base, place.nbytes, memory))
@@ -242,21 +312,20 @@ def decode_on_host(block: StoredBlock, numbers: Iterable[int], memory: torch.Ten
 
 def _encode_on_host(
     tensors: list[torch.Tensor], rows: list[torch.Tensor], device: torch.device
-) -> tuple[list[tuple[int, int]], Any]:
-    # Returns the address and length of each tensor's stream, and an object that owns them.
-    texts = [
-        codecs.encode(
-            codecs.Span(row.data_ptr(), row.numel(), row), "X16", chunk_size=CHUNK, dtype=SAVED.get(tensor.dtype)
-        )
-        for tensor, row in zip(tensors, rows, strict=True)
-    ]
-    owners = [torch.frombuffer(text, dtype=torch.uint8) for text in texts]
-    return [(owner.data_ptr(), owner.numel()) for owner in owners], owners
+) -> list[codecs.Span]:
+    spans = []
+    for tensor, row in zip(tensors, rows, strict=True):
+        content = codecs.Span(row.data_ptr(), row.numel(), row)
+        spans.append(codecs.span(codecs.encode(content, "X16", chunk_size=CHUNK, dtype=SAVED.get(tensor.dtype))))
+    return spans
 
 
 def _encode_on_gpu(
     tensors: list[torch.Tensor], rows: list[torch.Tensor], device: torch.device
-) -> tuple[list[tuple[int, int]], Any]:
+) -> list[codecs.Span]:
+    # Returns addresses on the GPU.
+    if not rows:
+        return []
     number, stream = device.index, gpu.current_stream(device.index)
     spaces, end = _place_streams(max_sizes([row.numel() for row in rows]))
     with _errors_of(str(device), end):
@@ -265,12 +334,12 @@ def _encode_on_gpu(
         (row.data_ptr(), row.numel(), space.data_ptr() + offset, length, CHUNK, _transform_of(tensor, row))
         for tensor, row, (offset, length) in zip(tensors, rows, spaces, strict=True)
     ]
-    lengths: list[int] = []
-    for length in gpu.encode(number, stream, contents).wait():
+    spans = []
+    for length, (offset, _) in zip(gpu.encode(number, stream, contents).wait(), spaces, strict=True):
         if isinstance(length, BaseException):
             raise length
-        lengths.append(int(length or 0))
-    return [(space.data_ptr() + at, length) for (at, _), length in zip(spaces, lengths, strict=True)], space
+        spans.append(codecs.Span(space.data_ptr() + offset, int(length or 0), space))
+    return spans
 
 
 def max_sizes(sizes: list[int]) -> list[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from traceback import clear_frames
 from typing import TYPE_CHECKING
 
@@ -12,11 +12,12 @@ import torch
 from ..errors import OutOfMemoryError
 from ..frameworks.torch import _free_memory
 from ..jobs import log
-from .blocks import Block, Weight
+from .blocks import Block
 from .stored import DeviceMemory, HostMemory, StoredBlock, encode_block
 
 if TYPE_CHECKING:
     from .sharing import BlockGroup
+    from .source import Source
 
 
 class Tiers:
@@ -44,10 +45,17 @@ class Tiers:
         self._weights = self._stored = 0  # bytes of the others, and their compressed bytes
         self._balance = 0.0  # share of blocks that the device is owed
 
-    def compress_block(self, block: Block, fill: Callable[[list[Weight]], list[torch.Tensor]]) -> StoredBlock:
-        """Compresses a block, with the values that `fill` returns. Raises OutOfMemoryError and DeviceError."""
+    def compress_block(self, block: Block, source: Source | None) -> StoredBlock:
+        """Compresses a block, with its own values or those of a source. Raises OutOfMemoryError, DeviceError, and the
+        errors of the source."""
         try:
-            return encode_block(fill(block.weights), self._device, lambda nbytes: self._memory_for(block, nbytes))
+            if source is None:
+                values = [weight.parameter.detach() for weight in block.weights]
+                return encode_block(values, self._device, lambda nbytes: self._memory_for(block, nbytes))
+            contents = source.read_block(block.weights)
+            return encode_block(
+                contents, self._device, lambda nbytes: self._memory_for(block, nbytes), source.load_streams
+            )
         except OutOfMemoryError as error:
             clear_frames(error.__traceback__)  # they have device memory, which putting weights back may need
             where = f"while block {block.name!r} was compressed, with where={self._where!r}"

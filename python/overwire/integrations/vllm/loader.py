@@ -115,12 +115,12 @@ class OverwireModelLoader(BaseModelLoader):  # type: ignore[misc, unused-ignore]
         return module
 
     def _load_hosted(self, vllm_config: Any, model_config: Any, prefix: str, **named: Any) -> torch.nn.Module:
-        from .streaming import hosted_layers, refuse_config
+        from .streaming import hosted_layers, prepare_config
 
-        refuse_config(vllm_config, model_config)
+        static = prepare_config(vllm_config, model_config)
         with hosted_layers(torch.device(device_of_config(vllm_config, self.load_config))) as layers:
             model: torch.nn.Module = super().load_model(vllm_config, model_config, prefix, **named)
-            layers.stream_layers(model, self._keep)
+            layers.stream_layers(model, self._keep, static)
         return model
 
     def _takes_slices(self, model_config: Any) -> bool:

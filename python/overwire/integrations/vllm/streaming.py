@@ -1,8 +1,10 @@
-"""Implements the option `{"offload": "8GB"}`. Layers of an eager model stay compressed on the host and are streamed.
+"""Implements the option `{"offload": "8GB"}`. Layers of a model stay compressed on the host and are streamed.
 
 vLLM passes each layer to its offloader as soon as it is created, before weights are loaded into it. `HostedLayers`
 moves it to the host, so that vLLM can build a model that does not fit on the GPU. After vLLM has loaded and processed
-all weights, `stream_layers` compresses the layers and streams them through the ring of `overwire.offload`.
+all weights, `stream_layers` compresses the layers and streams them through the ring of `overwire.offload`. Layers of
+compiled and quantised models have fixed slots. vLLM divides a compiled model at the operator that loads a layer, so
+that the operator runs between its CUDA graphs.
 """
 
 from __future__ import annotations
@@ -17,6 +19,9 @@ from vllm.model_executor.offloader import BaseOffloader, get_offloader, set_offl
 from vllm.model_executor.offloader.base import NoopOffloader
 
 from .identity import is_offloading
+
+# The operator that `stream_blocks` adds to each layer.
+_OPERATOR = "overwire::next_block"
 
 # The handles that stream the layers of this process's models.
 _streams: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -42,9 +47,9 @@ class HostedLayers(BaseOffloader):  # type: ignore[misc, unused-ignore]
             layers.append(layer)
         return layers
 
-    def stream_layers(self, model: torch.nn.Module, keep: int) -> None:
+    def stream_layers(self, model: torch.nn.Module, keep: int, static: bool = False) -> None:
         """Compresses the layers of a model after its weights are loaded, and streams them as long as the model exists.
-        Up to `keep` bytes of layers are moved to the device instead.
+        Up to `keep` bytes of layers are moved to the device instead. static: see `stream_blocks`.
 
         Raises ValueError for a model without layers, and the errors of `overwire.offload`.
         """
@@ -61,7 +66,7 @@ class HostedLayers(BaseOffloader):  # type: ignore[misc, unused-ignore]
             for name, parameter in layer.named_parameters()
             if name in names  # the other parameters were created on the host and stay there
         ]
-        handle = stream_blocks(model, self._device, layers, parameters, keep)
+        handle = stream_blocks(model, self._device, layers, parameters, keep, static)
         model.__dict__["_overwire_offloaded"] = handle
         _streams.add(handle)
 
@@ -77,16 +82,22 @@ def hosted_layers(device: torch.device) -> Iterator[HostedLayers]:
         set_offloader(before)
 
 
-def refuse_config(config: Any, model_config: Any) -> None:
-    """Raises ValueError for a vLLM configuration with which layers cannot be streamed."""
+def prepare_config(config: Any, model_config: Any) -> bool:
+    """Makes vLLM divide a compiled model at streamed layers. Returns whether these need fixed slots. Raises ValueError
+    for a vLLM configuration with which layers cannot be streamed."""
+    from vllm.config import CompilationMode
+
     compilation, parallel = config.compilation_config, config.parallel_config
+    is_compiled = bool(compilation.mode)
     reasons = {
-        "graphs and compiled models keep the addresses of weights: add --enforce-eager": bool(
-            not model_config.enforce_eager or compilation.mode or getattr(compilation.cudagraph_mode, "value", 0)
-        ),
+        "a CUDA graph of a whole model cannot capture streamed layers: add --compilation-config "
+        """'{"cudagraph_mode": "PIECEWISE"}' or --enforce-eager""": "FULL"
+        in getattr(compilation.cudagraph_mode, "name", ""),
+        "vLLM divides models at layers only in compilation mode 3, without use_inductor_graph_partition: "
+        "add --enforce-eager": is_compiled
+        and (compilation.mode != CompilationMode.VLLM_COMPILE or compilation.use_inductor_graph_partition),
         "only NVIDIA GPUs and the CPU are supported": bool(torch.version.hip)
         or config.device_config.device_type not in ("cpu", "cuda"),
-        f"the kernels of {model_config.quantization} keep references to weights": model_config.quantization is not None,
         "sleep frees memory that the ring writes to: remove --enable-sleep-mode": model_config.enable_sleep_mode,
         "experts are moved while the engine runs: remove --enable-eplb": parallel.enable_eplb,
         "two concurrent batches would wait for each other's layers: remove --enable-dbo": parallel.use_ubatching,
@@ -97,6 +108,9 @@ def refuse_config(config: Any, model_config: Any) -> None:
     for reason, applies in reasons.items():
         if applies:
             raise ValueError(f"overwire: model_loader_extra_config: offload: {reason}")
+    if is_compiled:
+        compilation.splitting_ops = [*dict.fromkeys((*(compilation.splitting_ops or ()), _OPERATOR))]
+    return is_compiled or model_config.quantization is not None
 
 
 def refuse_changes(what: str) -> None:
