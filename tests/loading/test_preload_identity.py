@@ -156,7 +156,7 @@ def test_a_shard_that_was_replaced(tmp_path: Path, caplog: Log, what: str) -> No
 
 
 def test_bundles(tmp_path: Path, caplog: Log) -> None:
-    """Two bundles with the same pickle but different tensors are distinguished. An unchanged bundle joins its preload."""
+    """Bundles with the same pickle but different tensors are distinguished. An unchanged bundle joins its preload."""
     path = tmp_path / "x.pkl"
     for old, new in ((OLD, NEW), (NEW, OLD)):
         ow.compress_pickle(old, path)
