@@ -363,7 +363,8 @@ def test_graphs_of_layers_in_fixed_slots() -> None:
     operator raises an error that names the layer."""
     reference = Model(7, 512).cuda()
     model = copy.deepcopy(reference).cpu()
-    with stream_blocks(model, torch.device("cuda", 0), model.layers, list(model.parameters()), static=True) as offloaded:
+    moved = [*model.parameters(), *model.buffers()]
+    with stream_blocks(model, torch.device("cuda", 0), model.layers, moved, static=True) as offloaded:
         for _ in range(2):
             assert torch.equal(outputs(model), outputs(reference))
         whole = torch.cuda.CUDAGraph()
