@@ -1,4 +1,4 @@
-"""Tests the host store with the real command: loads in new processes, faults, and what is served."""
+"""Tests the host store with the real command: loads in new processes, faults, and the commands."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_second_process_loads_from_memory(store: Store, save: Callable[..., Path
 
 
 def test_changed_files_are_never_served(store: Store, save: Callable[..., Path]) -> None:
-    """A file that was replaced or written to is read from the disk, even if its time of change is restored."""
+    """A file that was replaced or written to is read from the disk, even if its modification time is restored."""
     path = save("m.safetensors", compress=False)
     time.sleep(3.1)
     assert store.command("put", str(path)).returncode == 0
@@ -133,8 +133,8 @@ def test_changed_files_are_never_served(store: Store, save: Callable[..., Path])
 
 
 def test_store_that_ends(store: Store, save: Callable[..., Path], tmp_path: Path) -> None:
-    """Without a store, and with one that does not answer, a load reads the file and logs one line. A new store starts
-    at the socket that a killed one has left."""
+    """Without a store, and with one that does not answer, a load reads the file and logs one line. A new store replaces
+    the socket that a killed one has left behind."""
     path = save("m.safetensors")
     assert store.command("put", str(path)).returncode == 0
     before = store.load(path)
@@ -201,7 +201,7 @@ def test_wrong_bytes_in_memory(save: Callable[..., Path], tmp_path: Path) -> Non
 
 
 def test_commands(store: Store, save: Callable[..., Path], tmp_path: Path) -> None:
-    """put, list, drop and budget do what their help says, and refuse what does not fit."""
+    """put, list, drop and budget do what their help says, and refuse invalid arguments and files that do not fit."""
     path = save("m.safetensors")
     assert "kept" in store.command("put", str(path)).stdout
     assert "present" in store.command("put", str(path)).stdout
@@ -231,7 +231,7 @@ def test_commands(store: Store, save: Callable[..., Path], tmp_path: Path) -> No
 
 
 def test_prepared_for_engines() -> None:
-    """The engines' extra configuration takes host, and only as a boolean."""
+    """The engines' extra configuration accepts host, but only as a boolean."""
     from overwire.integrations import check_options
 
     assert check_options({"host": True}, {})["host"] is True

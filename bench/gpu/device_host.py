@@ -4,10 +4,10 @@
 
 --size is the GB of generated bf16 weights. Each load runs in a separate process, which has imported torch and used the
 device before the clock starts. The kinds alternate, and all loads of one format must have the same digests. The
-exit status is 1 if they differ, or if a load read from the wrong place. InstantTensor is measured if it is
-installed. "attach" is the time from the call of safe_open to the bytes of the smallest tensor, on the host. "sleep" is
-a process with the weights on the device: the first put of the weights, and medians of sleep and wake with and without
-the store. A second process with the same weights must not enlarge the store.
+exit status is 1 if they differ, if a load from the store missed it, or if another load used it. InstantTensor is
+measured if it is installed. "attach" is the time from the call of safe_open to the bytes of the smallest tensor, on
+the host. "sleep" runs a process with the weights on the device, and prints the time of the first put and the medians
+of sleep and wake, with and without the store. A second process with the same weights must not need more memory.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def main() -> None:
         env = {**os.environ, "OVERWIRE_HOST": socket}
         run("-m", "overwire", "bench", "gen", "llama-bf16", plain, "--size", f"{args.size}GB", env=os.environ.copy())
         run("-m", "overwire", "compress", plain, "-o", packed, "-q", env=os.environ.copy())
-        time.sleep(3.1)  # plain files are kept once they have been unchanged for three seconds
+        time.sleep(3.1)  # the store takes plain files that have been unchanged for three seconds
         store = subprocess.Popen([sys.executable, "-m", "overwire", "host", "--budget", "1TB"], env=env,
                                  stdout=subprocess.PIPE, text=True)  # fmt: skip
         try:
@@ -156,7 +156,7 @@ def measure(path: str, device: str, rounds: int, env: dict[str, str]) -> int:
         print(f"{Path(path).name} to {device} from {kind}: {seconds:.3f} s, {rate:.1f} GB/s of tensors, "
               f"{private:.2f} GB private", flush=True)  # fmt: skip
     if wrong:
-        print(f"WRONG: {wrong} loads of {path} differ, or came from another place")
+        print(f"WRONG: {wrong} loads of {path} differ, missed the store, or used it by mistake")
     return wrong
 
 

@@ -1,16 +1,16 @@
-"""Compares ways to copy a sealed memfd to a GPU: reading it into pinned slots, or mapping it and registering it ahead.
+"""Compares ways to copy a sealed memfd to a GPU: reading it into pinned slots, or registering a mapping of it.
 
     python bench/gpu/device_host_ways.py [--size 16] [--repeat 3] [--limit 80] [--device cuda:0]
 
-Needs torch and the driver, but not overwire. The memfd is filled and sealed like those of the host store, and mapped
-for reading. Each kind of memory is measured: ordinary pages, transparent huge pages (MADV_HUGEPAGE, or MADV_COLLAPSE
+Needs torch and the driver, but not overwire. The memfd is filled and sealed like one of the host store, and mapped for
+reading. Each kind of memory is measured: ordinary pages, transparent huge pages (MADV_HUGEPAGE, or MADV_COLLAPSE
 if the system does not allow that), and MFD_HUGETLB. The bytes are compared on the GPU after each copy, and the exit
 status is 1 if some differ. Results are printed one by one. After --limit seconds no further measurement begins.
 
-- "link": copies of one pinned buffer, the limit of all others
+- "link": copies of one pinned buffer, the upper limit of the other ways
 - "pread": 8 threads read blocks of 6 MiB into pinned slots, two for each thread, as loads do today
 - "register": 2 threads register blocks of 32 MiB, at most 256 MiB ahead of the copies, and unregister them afterwards
-- "register only": the same without copies
+- "register only": the same as "register", but without copies
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 import torch
 
 MIB = 1 << 20
-BLOCK = 256 * MIB  # of the pattern: block k has the first block's words plus k
+BLOCK = 256 * MIB  # bytes of a block of the pattern: block k has the words of block 0 plus k
 SLOT = 6 * MIB
 PIECE = 32 * MIB
 AHEAD = 256 * MIB
@@ -120,7 +120,7 @@ class Memory:
             raise
 
     def _fill(self, kind: str, template: torch.Tensor) -> None:
-        if kind == "hugetlb":  # fails here and not by a signal if there are too few pages
+        if kind == "hugetlb":  # raises OSError if there are too few pages, for which a write would end the process
             os.posix_fallocate(self._writable, 0, self.size)
         with mmap.mmap(self._writable, self.size) as memory:
             if kind == "huge":
@@ -203,15 +203,15 @@ class Slots:
 
 
 def register_ahead(driver: Driver, memory: Memory, to: int, stream: ctypes.c_void_p | None) -> None:
-    """Maps the memory, and copies it to a device address while it is being registered. Without a stream it only
-    registers."""
+    """Maps the memory, and copies it to a device address while it is being registered. Without a stream, it only
+    registers the memory."""
     at = memory.map()
     pieces = [(off, min(PIECE, memory.size - off)) for off in range(0, memory.size, PIECE)]
     room = threading.Semaphore(AHEAD // PIECE)
     lock, waiting = threading.Lock(), deque(range(len(pieces)))
     registered = [threading.Event() for _ in pieces]
     failure: list[Exception] = []
-    # Pieces that were copied. The registrars unregister them, so that the copying thread does not wait for it.
+    # Pieces that were copied. The registrars unregister them, so that the copying thread need not wait.
     copied: deque[tuple[int, ctypes.c_void_p | None]] = deque()
 
     def unregister(all_of_them: bool) -> None:
@@ -356,7 +356,7 @@ class Measure:
 
 
 class HugePages(NamedTuple):
-    """The system's huge pages: in shared memory (kB), and reserved for MFD_HUGETLB (a number)."""
+    """The system's huge pages: kB in shared memory, and the number of pages reserved for MFD_HUGETLB."""
 
     shared: int
     reserved: int

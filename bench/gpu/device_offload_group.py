@@ -3,14 +3,14 @@ the parts.
 
     PYTHONPATH=python python bench/gpu/device_offload_group.py [--ranks 2] [--layers 8] [--repeat 7] [--limit 95]
 
-Each rank runs the same Llama-shaped model (0.49 GB of bf16 a layer) in a process of its own, with forwards of 8
+Each rank runs the same Llama-shaped model (0.49 GB of bf16 per layer) in its own process, with passes of 8
 tokens and of 16 x 4096 tokens. The modes are resident, group (compressed parts), local (each rank copies all
 compressed bytes over its own link, without a group), plain (the same exchange with uncompressed parts) and host (a
 group whose GPUs do not map each other's memory). Before a mode is timed, its outputs are compared with the resident
-model's, byte for byte. All ranks begin each pass together. A line has the median pass of the slowest rank, and GB/s
-of weights on each GPU.
+model's, byte for byte. All ranks begin each pass together. A line has the slowest rank's median time of a pass, and
+GB/s of weights on each GPU.
 
-Each step has a time limit. After an error of a mode the next one runs. A rank that hangs prints its stacks and ends,
+Each step has a time limit. If a mode fails, the next one runs. A rank that hangs prints its stacks and ends,
 and `--limit` ends all ranks. The exit status is 0 if all modes ran and all outputs were equal. `--device cpu --width
 256` tries the program without GPUs.
 """
@@ -35,7 +35,7 @@ from typing import Any
 
 MODES = ("resident", "group", "local", "plain", "host")
 BEGAN = float(os.environ.get("GROUP_BEGAN", time.time()))
-# Seconds for each step, and the time of the current one's end.
+# The limit of each step in seconds, and the time at which the current step must end.
 STEP = 25
 deadline = [time.time() + 60]
 
@@ -97,13 +97,13 @@ class Bench:
             self.torch.cuda.synchronize()
 
     def largest(self, value: float) -> float:
-        """Returns the largest value of all ranks. Also lets them begin together."""
+        """Returns the largest value of all ranks. The ranks continue together."""
         number = self.torch.tensor([value], dtype=self.torch.float64)
         self.dist.all_reduce(number, self.dist.ReduceOp.MAX)
         return float(number)
 
     def measure_link(self) -> float:
-        """Returns the slowest rank's rate of pinned copies, of all ranks at the same time."""
+        """Returns the slowest rank's rate in GB/s when all ranks copy pinned memory at the same time."""
         source = self.torch.empty(1 << 29, dtype=self.torch.uint8, pin_memory=True)
         target = self.torch.empty_like(source, device=self.device)
         for count in (1, 6):
@@ -115,7 +115,7 @@ class Bench:
         return count * source.nbytes / self.largest(time.perf_counter() - began) / 1e9
 
     def run_shape(self, mode: str, shape: str) -> bool:
-        """Compares a forward with the resident model's, then times it. Returns whether all ranks' outputs are equal."""
+        """Compares a pass with the resident model's, and times it. Returns whether all ranks' outputs are equal."""
         x, seconds, equal = self.inputs[shape], [], True
         with self.torch.inference_mode():
             for number in range(2 + self.options.repeat):
@@ -127,7 +127,7 @@ class Bench:
                 seconds.append(time.perf_counter() - began)
                 if shape not in self.wanted:
                     self.wanted[shape] = output.clone()
-                # The last output is compared as well, because the first passes have other orders of copies.
+                # The last output is also compared, because the first passes copy in another order.
                 if number < 2 or number == self.options.repeat + 1:
                     equal = equal and self.torch.equal(output, self.wanted[shape])
                     if self.largest(not equal):
@@ -138,7 +138,7 @@ class Bench:
         if self.rank == 0:
             say(
                 f"{mode:9}{shape:10}{1e3 * median:9.2f} ms, best{1e3 * best:9.2f}, {self.rates[mode, shape]:7.1f} GB/s "
-                "of weights a GPU, outputs equal"
+                "of weights per GPU, outputs equal"
             )
         return True
 
@@ -167,7 +167,7 @@ class Bench:
                     say(f"{mode}: NOTE: the GPUs do not map each other's memory")
                 say(
                     f"{mode:9}ready in {time.perf_counter() - began:.1f} s, host {offloaded.stored / self.nbytes:.3f} "
-                    f"of the weights a rank, ring {offloaded.ring / 1e9:.2f} GB"
+                    f"of the weights per rank, ring {offloaded.ring / 1e9:.2f} GB"
                 )
             failed = sum(not self.run_shape(mode, shape) for shape in self.inputs)
         except Exception as error:
@@ -190,7 +190,7 @@ class Bench:
         if ours and local:
             say(f"group is {ours / local:.2f} x local at 8 tokens (limit {self.ranks})")
         if ours and plain:
-            say(f"group is {ours / plain:.2f} x plain at 8 tokens (aim 1.3), {ours:.1f} GB/s a GPU (aim 135, at least 110)")
+            say(f"group is {ours / plain:.2f} x plain at 8 tokens (aim 1.3), {ours:.1f} GB/s per GPU (aim 135, at least 110)")
         if ours and resident:
             say(f"group takes {resident / ours:.2f} x the resident pass at 8 tokens")
         long, base = self.rates.get(("group", "16 x 4096")), self.rates.get(("resident", "16 x 4096"))
@@ -207,11 +207,11 @@ def rank_main(options: argparse.Namespace, rank: int) -> int:
         say(f"{bench.ranks} ranks on {name}, {bench.nbytes / 1e9:.2f} GB of weights, torch {bench.torch.__version__}")
     begin()
     if bench.cuda and (link := bench.measure_link()) and rank == 0:
-        say(f"pinned copies of all ranks at the same time: {link:.1f} GB/s a GPU, so at most {bench.ranks * link:.0f} plain")
+        say(f"pinned copies of all ranks at the same time: {link:.1f} GB/s per GPU, so at most {bench.ranks * link:.0f} plain")
     try:
         for mode in options.modes.split(","):
             if bench.largest(time.time() - BEGAN) > options.limit - 15:
-                say(f"{mode}: left out, because the time is almost over")
+                say(f"{mode}: left out, because the time limit is near")
                 break
             bench.run_mode(mode)
     finally:
@@ -248,7 +248,7 @@ def main() -> int:
             time.sleep(0.1)
         for rank, one in enumerate(running):
             if one.poll() is None:
-                say(f"rank {rank} is killed, because the time is over or another rank has ended")
+                say(f"rank {rank} is killed, because the time limit is over or another rank has ended")
                 one.kill()
             one.wait()
     codes = [one.returncode for one in running]

@@ -1,7 +1,7 @@
 // Package gather lets the ranks of a host hold the stored bytes of a model's blocks together.
 //
 // The bytes of all blocks are in one file in memory (the store), which all ranks map. Each rank writes, pins and copies
-// only its part of each block. All ranks can read all parts, also after a rank has died.
+// only its part of each block. All ranks can read all parts, even after a rank has died.
 package gather
 
 import (
@@ -18,10 +18,11 @@ import (
 
 // A Gather is one rank's membership in the group.
 //
-// All ranks pass the store's offers to JoinStore. To fetch a block, all ranks call MeetRanks, and on GPUs CopyPart and
-// TakeBlock, in the same order. If ctx ends before the work of these methods is done, they return false, fewer ranks or
-// 0, and can be called again with the same arguments. After an error the ranks are out of step, and only ReportFailure,
-// CloseRing and Close may be called.
+// The ranks exchange the results of OfferStore, and all pass them to JoinStore. To fetch a block, all ranks call
+// MeetRanks, and on GPUs then CopyPart and TakeBlock. All must fetch the same blocks in the same order. If ctx ends too
+// early, MeetRanks returns too few blocks, CopyPart returns false and TakeBlock returns 0. The caller can then repeat
+// the call with the same arguments. After an error the ranks are out of step, and only ReportFailure, CloseRing and
+// Close may be called.
 //
 // The methods are safe for concurrent use.
 type Gather struct {
@@ -36,8 +37,8 @@ type Gather struct {
 	meetCount uint32 // number of blocks for which the ranks have met
 }
 
-// BlockParts are a block's stored bytes, at an offset of the store. Rank r holds Part bytes from r times Part on. The
-// last parts may be shorter or empty.
+// BlockParts describes a block's stored bytes, which begin at offset At of the store. Rank r holds Part bytes, from
+// byte r*Part of the block. The last parts may be shorter or empty.
 type BlockParts struct {
 	At, Bytes, Part int64
 	Whole           bool // each rank copies all parts from the host
@@ -50,9 +51,9 @@ func (p *BlockParts) partOf(rank int) (off, n int64) {
 }
 
 // A ring has this rank's buffers on its GPU, which the other ranks map. Each call of CopyPart makes a piece, which has
-// the bytes of a block. Piece n is in buffer n modulo their number. A rank publishes a piece when its part has been
-// copied to the GPU. The other ranks then copy the part to their own buffer, and release it. The buffer is filled again
-// after all ranks have released its piece.
+// the bytes of a block. Piece n is in buffer n modulo the number of buffers. A rank publishes a piece when its part has
+// been copied to the GPU. The other ranks then copy the part to their own buffers, and release the piece. The buffer is
+// filled again after all ranks have released the piece in it.
 //
 // The host waits for copies of parts, and never for decoding or computation.
 type ring struct {
@@ -60,14 +61,15 @@ type ring struct {
 	isMapped      bool
 	bytes         int64 // of a buffer
 	buffers       []buffer
-	copyCount     int   // pieces for which CopyPart has returned true
+	copyCount     int   // number of pieces for which CopyPart has returned true
 	takeCount     int   // the same for TakeBlock
-	publishCount  int   // pieces that the others can read from this rank
-	pullCounts    []int // indexed by rank: pieces that are copied from it, or will be
-	releaseCounts []int // indexed by rank: pieces that this rank no longer needs from it
+	publishCount  int   // number of pieces that the others can read from this rank
+	pullCounts    []int // indexed by rank: number of pieces for which the copy from it has been queued
+	releaseCounts []int // indexed by rank: number of pieces that this rank no longer needs from it
 }
 
-// A buffer has the stored bytes of a block, and for each rank the stream that copies its part, with a mark after it.
+// A buffer has the stored bytes of a block, and for each rank the stream that copies its part and a mark after the
+// copy.
 type buffer struct {
 	piece   BlockParts
 	at      unsafe.Pointer
@@ -75,7 +77,7 @@ type buffer struct {
 	marks   []stream.Mark
 }
 
-// New makes a rank's Gather with a store of the given bytes. gpu is nil on the host.
+// New makes a rank's Gather, with a store of the given size. gpu is nil on the host.
 func New(gpu *cuda.Device, bytes int64, rank, ranks int) (*Gather, error) {
 	store, err := peers.New(nil, bytes, rank, ranks) // only the pages that are written take memory
 	if err != nil {
@@ -87,7 +89,8 @@ func New(gpu *cuda.Device, bytes int64, rank, ranks int) (*Gather, error) {
 // OfferStore returns the store's offer to the other ranks.
 func (g *Gather) OfferStore() peers.Offer { return g.store.Offer() }
 
-// JoinStore connects the ranks, with their stores' offers in rank order, and returns the address of the store.
+// JoinStore connects the ranks. offers has the results of their OfferStore in rank order. It returns the address of the
+// store in this process.
 func (g *Gather) JoinStore(ctx context.Context, offers []peers.Offer) (uintptr, error) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
@@ -103,7 +106,7 @@ func (g *Gather) JoinStore(ctx context.Context, offers []peers.Offer) (uintptr, 
 }
 
 // MeetRanks announces that this rank fetches a block, and waits until all ranks have announced a block. It returns the
-// blocks in rank order, and fewer when ctx has ended.
+// blocks in rank order. If ctx ends first, it returns fewer.
 func (g *Gather) MeetRanks(ctx context.Context, block uint32) ([]uint32, error) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
@@ -123,7 +126,7 @@ func (g *Gather) OpenRing(buffers int, bytes int64) (peers.Offer, error) {
 	defer g.mu.Unlock()
 	if g.gpu == nil || g.ring != nil || buffers < 1 || bytes < 1 || bytes > math.MaxInt64/int64(buffers) {
 		return peers.Offer{}, errs.New(errs.ErrArgument, "cannot make %d buffers of %d bytes: expected at least one "+
-			"on a GPU, once", buffers, bytes)
+			"buffer and one byte, a GPU, and no ring yet", buffers, bytes)
 	}
 	p, err := peers.New(g.gpu, int64(buffers)*bytes, g.rank, g.ranks)
 	if err != nil {
@@ -146,8 +149,8 @@ func (g *Gather) OpenRing(buffers int, bytes int64) (peers.Offer, error) {
 	return p.Offer(), nil
 }
 
-// JoinRing maps the buffers of the other ranks, with their offers in rank order. errs.ErrNotSupported means that the
-// GPUs cannot map each other's memory. The ranks then only copy whole pieces.
+// JoinRing maps the buffers of the other ranks. offers has the results of their OpenRing in rank order.
+// errs.ErrNotSupported means that the GPUs cannot map each other's memory. All pieces must then be Whole.
 func (g *Gather) JoinRing(ctx context.Context, offers []peers.Offer) error {
 	g.mu.Lock()
 	defer g.mu.Unlock()
@@ -165,8 +168,8 @@ func (g *Gather) JoinRing(ctx context.Context, offers []peers.Offer) error {
 	return ifLate(ctx, err)
 }
 
-// CopyPart waits until a buffer is free, and queues the copy of this rank's part of a piece after the work that is now
-// queued on a stream, which decodes the earlier pieces.
+// CopyPart waits until a buffer is free, and queues the copy of this rank's part of a piece. The copy waits for the
+// work that is now queued on the stream after, which decodes the earlier pieces.
 func (g *Gather) CopyPart(ctx context.Context, p BlockParts, after uintptr) (bool, error) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
@@ -184,7 +187,7 @@ func (g *Gather) CopyPart(ctx context.Context, p BlockParts, after uintptr) (boo
 	b, previous := &r.buffers[r.copyCount%len(r.buffers)], &r.buffers[max(0, r.copyCount-1)%len(r.buffers)]
 	b.piece = p
 	for rank, s := range b.streams {
-		// Two copies would share the link, and the one that is needed first would be late.
+		// Two copies at a time would share the link, and the one that is needed first would be late.
 		if err := g.gpu.MakeStreamWait(s, after, previous.streams[rank]); err != nil {
 			return false, err
 		}
@@ -199,8 +202,8 @@ func (g *Gather) CopyPart(ctx context.Context, p BlockParts, after uintptr) (boo
 }
 
 // TakeBlock waits until all parts of the oldest piece are on a GPU, and makes a stream wait for their copies to this
-// rank's buffer. It returns the address of the buffer. Work that is queued on the stream before the call of CopyPart
-// that fills the buffer again can read it.
+// rank's buffer. It returns the address of the buffer. The caller must queue the work that reads the buffer before the
+// call of CopyPart that fills it again.
 func (g *Gather) TakeBlock(ctx context.Context, on uintptr) (uintptr, error) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
@@ -251,8 +254,8 @@ func (g *Gather) queueCopy(b *buffer, rank int, from unsafe.Pointer) error {
 	return g.gpu.SetMark(&b.marks[rank], b.streams[rank])
 }
 
-// awaitCopies polls until ready returns true, unless a piece is whole. It returns false when ctx has ended, or if
-// another rank is not there any more.
+// awaitCopies polls until ready returns true. If the piece is whole, it does not wait. It returns false if ctx has
+// ended, and an error if another rank has failed, is gone or has closed.
 func (g *Gather) awaitCopies(ctx context.Context, whole bool, ready func() (bool, error)) (bool, error) {
 	var pace peers.Pacer
 	for !whole {
@@ -272,7 +275,7 @@ func (g *Gather) awaitCopies(ctx context.Context, whole bool, ready func() (bool
 	return true, nil
 }
 
-// announceCopies publishes and releases the parts of which the copies have ended.
+// announceCopies publishes and releases parts after their copies have ended.
 func (g *Gather) announceCopies() error {
 	r := g.ring
 	hasEnded := func(piece, rank int) (bool, error) {
@@ -312,7 +315,7 @@ func (r *ring) isReleased(own, piece int) bool {
 	return r.publishCount > piece && r.Board.CountTaken() > piece
 }
 
-// ReportFailure tells the other ranks that this one will not go on.
+// ReportFailure tells the other ranks that this one has failed.
 func (g *Gather) ReportFailure() { g.store.Board.ReportFailure() }
 
 // CloseRing waits for this rank's copies and frees its buffers.
@@ -343,7 +346,7 @@ func (g *Gather) Close() {
 	leavePeers(g.store)
 }
 
-// leavePeers ends and closes this process's membership. It frees memory that others still use when they have ended.
+// leavePeers ends and closes this process's membership. Memory that others still use is freed after they have ended.
 func leavePeers(p *peers.Peers) {
 	ctx, cancel := context.WithCancel(context.Background())
 	cancel()
@@ -351,7 +354,7 @@ func leavePeers(p *peers.Peers) {
 	p.Close()
 }
 
-// ifLate returns an error, with a class if it says that ctx has ended.
+// ifLate returns err. If err only says that ctx has ended, it returns an errs.ErrIO instead.
 func ifLate(ctx context.Context, err error) error {
 	if err != nil && err == context.Cause(ctx) {
 		return errs.New(errs.ErrIO, "the other ranks of this host have not joined in time")
@@ -359,7 +362,7 @@ func ifLate(ctx context.Context, err error) error {
 	return err
 }
 
-// checkParts returns an error if a block is outside of the store, or exceeds a buffer.
+// checkParts returns an error if a block is outside the store, or is larger than a buffer.
 func (g *Gather) checkParts(p *BlockParts) error {
 	if p.At < 0 || p.Bytes < 0 || p.Part <= 0 || p.Bytes > g.ring.bytes || p.At > g.bytes-p.Bytes ||
 		p.Part < (p.Bytes+int64(g.ranks)-1)/int64(g.ranks) || !p.Whole && !g.ring.isMapped || !g.isJoined {
@@ -370,5 +373,5 @@ func (g *Gather) checkParts(p *BlockParts) error {
 }
 
 func errNoRing() error {
-	return errs.New(errs.ErrArgument, "there is no free buffer, or no piece to take")
+	return errs.New(errs.ErrArgument, "there is no ring, no free buffer, or no piece to take")
 }

@@ -112,7 +112,7 @@ func TestBlocksArrive(t *testing.T) {
 	}
 }
 
-// Blocks outside of the store or of a buffer, and calls out of order, are refused.
+// Blocks that are outside the store or larger than a buffer are refused, and so are calls in the wrong order.
 func TestWrongCallsAreRefused(t *testing.T) {
 	end := cuda.Fake(64 << 20)
 	gpu, err := cuda.Open(0)

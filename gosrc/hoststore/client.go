@@ -21,7 +21,7 @@ import (
 const quick = 2 * time.Second
 
 // A Client is a connection to a store. Entries that it has fetched are in use until Close. After a failure of the
-// connection all commands fail. It is safe for concurrent use; commands wait for each other.
+// connection, all commands fail. A Client is safe for concurrent use, and runs one command at a time.
 type Client struct {
 	mu   sync.Mutex
 	conn *net.UnixConn
@@ -40,7 +40,7 @@ func Dial(ctx context.Context, path string) (*Client, error) {
 			return nil, errs.Cause(ctx)
 		}
 		if errors.Is(err, unix.ECONNREFUSED) {
-			err = unix.ENOENT // a store was killed
+			err = unix.ENOENT // a killed store left its socket behind
 		}
 		return nil, errs.In("host", path, errs.FromOS(&os.PathError{Op: "connect", Path: path, Err: unwrapSystem(err)}))
 	}
@@ -95,7 +95,7 @@ func (c *Client) ask(ctx context.Context, q request, most time.Duration) (r repl
 		}
 		return r, -1, &refusalError{errs.New(classOf(r.Class), "%s", errs.OneLine(r.Error))}
 	}
-	if err != nil { // the next reply could belong to this request
+	if err != nil { // a late reply would be taken for that of the next request
 		c.Close()
 		if fd >= 0 {
 			_ = unix.Close(fd)
@@ -105,7 +105,7 @@ func (c *Client) ask(ctx context.Context, q request, most time.Duration) (r repl
 	return r, fd, nil
 }
 
-// askText is like ask for a request without a descriptor in its reply.
+// askText is like ask, for a command that returns no descriptor.
 func (c *Client) askText(ctx context.Context, q request, most time.Duration) (reply, error) {
 	r, fd, err := c.ask(ctx, q, most)
 	if fd >= 0 {
@@ -120,8 +120,8 @@ type refusalError struct{ error }
 func (r *refusalError) Unwrap() error { return r.error }
 
 // fetch returns a source of the bytes with a name, or nil if the store does not have them. uri names the source in
-// errors. A size of -1 means any. It accepts only a descriptor whose bytes cannot change and are those that the name
-// says.
+// errors. A size of -1 means any. fetch accepts only a sealed descriptor of the expected size. The header, and for a
+// container also the index, must match the name.
 func (c *Client) fetch(ctx context.Context, l label, size int64, uri string) (source.Source, error) {
 	r, fd, err := c.ask(ctx, request{Op: opGet, Name: l.name}, quick)
 	if err != nil {
@@ -163,7 +163,7 @@ func (c *Client) Drop(ctx context.Context, name string) (size int64, err error) 
 	return r.Size, nil
 }
 
-// Budget returns a report. If budget is above 0, it first changes the store's budget.
+// Budget returns a report of the store. If budget is above 0, it first changes the store's budget.
 func (c *Client) Budget(ctx context.Context, budget int64) (Report, error) {
 	r, err := c.askText(ctx, request{Op: opBudget, Size: budget}, time.Minute)
 	if err == nil && r.Report == nil {
@@ -175,10 +175,10 @@ func (c *Client) Budget(ctx context.Context, budget int64) (Report, error) {
 	return *r.Report, nil
 }
 
-// Put copies a file into the store, where it then has a name. state is "kept"; "present" if the store has it
-// already; "writing" if another client is putting it; or "unnamed" if the file cannot have a name: it is not
-// safetensors, or it is plain and was changed a moment ago or has no identity. done is called with each number of
-// bytes that were copied, by several goroutines.
+// Put copies a file into the store under its name. It returns "kept" if it has done so, "present" if the store already
+// had the file, and "writing" if another client is putting it. It returns "unnamed" if the file cannot have a name:
+// because it is not safetensors, or because it is plain and was changed a moment ago or has no identity. Several
+// goroutines call done with the number of bytes that each has just copied.
 func (c *Client) Put(ctx context.Context, src source.Source, done func(n int64)) (state string, err error) {
 	return c.putPaced(ctx, src, done, nil)
 }
@@ -215,7 +215,7 @@ func (c *Client) putPaced(ctx context.Context, src source.Source, done func(n in
 		err = source.Unwritten(src)
 	}
 	if err != nil {
-		c.Close() // the store frees the memory
+		c.Close() // the store then frees the memory
 		return "", err
 	}
 	q := request{Op: opSeal, Name: l.name, Identity: l.identity}

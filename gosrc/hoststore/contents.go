@@ -42,7 +42,7 @@ type label struct {
 }
 
 // labelOf names the bytes of a source. ok is false if they cannot have a name: the file is not safetensors, or is
-// plain and could change without a change of its identity. It reads only what the name covers.
+// plain and could change without a change of its identity. labelOf reads only a file's header, and a container's index.
 func labelOf(ctx context.Context, src source.Source) (l label, ok bool, err error) {
 	f, identity := src.Facts(), ""
 	if f.Identity.Known() && f.Settled && showsChanges(f) {
@@ -55,9 +55,9 @@ func labelOf(ctx context.Context, src source.Source) (l label, ok bool, err erro
 	return l, l.name != "" && (isContainer || identity != ""), err
 }
 
-// showsChanges reports whether each change of a plain file changes its identity. Writes to a mapping do not change
-// the times of a file in memory, and images have inode numbers and times that their builder chose. The identity of a
-// remote file does not say which store it is from.
+// showsChanges reports whether each change of a plain file changes its identity. In an in-memory file system, writes to
+// a mapping do not change a file's times. In a file-system image such as squashfs, the image's builder has chosen the
+// inode numbers and times. The identity of a remote file does not say which server it is on.
 func showsChanges(f source.Facts) bool {
 	if f.File == nil {
 		return false
@@ -71,8 +71,9 @@ func showsChanges(f source.Facts) bool {
 	return err == nil && on.Kind != regular.InMemory && !slices.Contains(images, on.Name)
 }
 
-// labelAs names the bytes of a source that has an identity if it is a plain file. The name is "" if the file is not
-// safetensors. A plain file that merely resembles a container gets a name that no store accepts.
+// labelAs names the bytes of a source. The name of a plain file depends on identity; that of a container does not. The
+// name is "" if the file is not safetensors. A plain file that merely resembles a container gets a name that no store
+// accepts.
 func labelAs(ctx context.Context, src source.Source, identity string) (l label, isContainer bool, err error) {
 	head, err := source.Head(ctx, src)
 	if err != nil || len(head) < 9 || head[8] != '{' {
@@ -83,7 +84,7 @@ func labelAs(ctx context.Context, src source.Source, identity string) (l label, 
 		return label{}, false, nil
 	}
 	end := data
-	var frame [40]byte // the start of a container's index, which has its size
+	var frame [40]byte // the start of a container's index, with the index's size
 	if src.Size() >= data+int64(len(frame)) {
 		if err := src.ReadAt(ctx, frame[:], data); err != nil {
 			return label{}, false, err
@@ -137,8 +138,8 @@ func copyInto(ctx context.Context, fd int, src source.Source, done func(n int64)
 	})
 }
 
-// sumBlocks reads all bytes of a source on several workers, and returns the SHA-256 of the XXH3-128 of each block.
-// use gets each block. p may be nil.
+// sumBlocks reads a source on several workers, and calls use with each block. It returns one SHA-256 over the blocks'
+// XXH3-128 hashes, in order. p may be nil.
 func sumBlocks(ctx context.Context, src source.Source, p *pace, use func(b []byte, off int64) error) (string, error) {
 	sums := make([][16]byte, (src.Size()+block-1)/block)
 	workers := min(8, runtime.GOMAXPROCS(0))
@@ -178,8 +179,8 @@ func sumBlocks(ctx context.Context, src source.Source, p *pace, use func(b []byt
 	return hex.EncodeToString(all.Sum(nil)), err
 }
 
-// checkContents returns an error unless the sealed bytes of fd have the name of the request, and are a valid file with
-// the right checksums and digests. It returns the digests of a container's tensors if the container has them.
+// checkContents returns an error unless the sealed bytes of fd match the request's name, form a valid file, and match
+// all of its checksums and digests. It returns the digests of a container's tensors if the container has them.
 func checkContents(ctx context.Context, fd int, q *request) ([]digest.Sum, error) {
 	src, err := file.FromFD(fd, "entry "+q.Name[:12])
 	if err != nil {
@@ -192,7 +193,8 @@ func checkContents(ctx context.Context, fd int, q *request) ([]digest.Sum, error
 	}
 	isContainer := ix.Sources[0].Overwire()
 	if !isContainer && ix.Sources[0].Format != tensor.FormatSafetensors || isContainer != (q.Identity == "") {
-		return nil, errs.New(errs.ErrArgument, "the file has another format than its name says")
+		return nil, errs.New(errs.ErrArgument, "the file's format does not match the request: a plain file needs an "+
+			"identity, a container must not have one")
 	}
 	if err := compareName(ctx, src, label{q.Name, q.Identity}); err != nil {
 		return nil, err
@@ -202,22 +204,22 @@ func checkContents(ctx context.Context, fd int, q *request) ([]digest.Sum, error
 	}
 	sum, err := sumBlocks(ctx, src, nil, func([]byte, int64) error { return nil })
 	if err == nil && sum != q.Sum {
-		err = errs.New(errs.ErrCorrupt, "the bytes differ from those that the client has read")
+		err = errs.New(errs.ErrCorrupt, "the copied bytes differ from those that the client read")
 	}
 	return nil, err
 }
 
-// compareName returns an error unless the bytes of src, with the identity of l, have the name of l.
+// compareName returns an error unless the header of src, and for a container also the index, match l.
 func compareName(ctx context.Context, src source.Source, l label) error {
 	now, _, err := labelAs(ctx, src, l.identity)
 	if err == nil && now != l {
-		err = errs.New(errs.ErrCorrupt, "the header does not have the digest that its name says")
+		err = errs.New(errs.ErrCorrupt, "the header does not match the name of the entry")
 	}
 	return err
 }
 
-// compareSums compares the checksums of all chunks of a container. If the container has digests of its tensors, it also
-// compares those, which takes longer because the tensors are decoded, and returns them.
+// compareSums verifies the checksums of all chunks of a container. If the container has digests of its tensors,
+// compareSums also verifies and returns those. That takes longer, because the tensors are decoded.
 func compareSums(ctx context.Context, src source.Source, ix *tensor.Index) ([]digest.Sum, error) {
 	sums, err := overwire.ReadDigests(ix.Sources[0].Mark, len(ix.Tensors))
 	if err != nil {
@@ -253,13 +255,13 @@ func compareSums(ctx context.Context, src source.Source, ix *tensor.Index) ([]di
 	for i := range sums {
 		if err == nil && states[m.Holder(i)].Sum(ix.Tensors[i].Bytes) != sums[i] {
 			err = &errs.At{Verb: "check", Source: src.URI(), Tensor: ix.Tensors[i].Name, Chunk: -1, Offset: -1,
-				Err: errs.New(errs.ErrCorrupt, "the bytes do not have the digest that the header says")}
+				Err: errs.New(errs.ErrCorrupt, "the bytes do not match the digest in the header")}
 		}
 	}
 	return sums, err
 }
 
-// compareChunks compares the checksums of all chunks of a container.
+// compareChunks verifies the checksums of all chunks of a container.
 func compareChunks(ctx context.Context, src source.Source, ix *tensor.Index, workers int) error {
 	return spawn.Each(ctx, "host store", workers, len(ix.Tensors), func(i int) error {
 		t := &ix.Tensors[i]

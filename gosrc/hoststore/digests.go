@@ -1,6 +1,6 @@
 package hoststore
 
-// This file finds tensors in a store by their digests, for tensors in memory that need no copy of their own.
+// This file finds tensors in a store by their digests, so that equal tensors in memory need no copy of their own.
 
 import (
 	"context"
@@ -17,15 +17,15 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// A Part is a container from a store. The store has compared all its checksums and digests.
+// A Part is a container from a store. The store has verified all its checksums and digests.
 type Part struct {
 	Source  source.Source
 	Index   *tensor.Index
 	Digests []digest.Sum // of the index's tensors
 }
 
-// FindParts returns containers that together have as many of the wanted tensors as the store has. The caller closes
-// their sources. If the store fails, FindParts returns what it has found, and logs a notice. A nil Link finds nothing.
+// FindParts returns containers with those of the wanted tensors that the store has. The caller closes their sources. If
+// the store fails, FindParts logs a notice and returns what it has found so far. A nil Link finds nothing.
 func FindParts(ctx context.Context, l *Link, want []digest.Sum) (parts []Part) {
 	const instead = "the tensors are kept in this process's own memory"
 	if l == nil || len(want) == 0 {
@@ -83,7 +83,7 @@ func FindParts(ctx context.Context, l *Link, want []digest.Sum) (parts []Part) {
 	return parts
 }
 
-// takeFrom removes digests, and reports whether there were some.
+// takeFrom removes sums from missing, and reports whether missing had any of them.
 func takeFrom(missing map[digest.Sum]bool, sums []digest.Sum) bool {
 	before := len(missing)
 	for _, sum := range sums {
@@ -92,7 +92,8 @@ func takeFrom(missing map[digest.Sum]bool, sums []digest.Sum) bool {
 	return len(missing) < before
 }
 
-// fetchPart returns a container with digests by its name, or nil if the store does not have it.
+// fetchPart returns the container with a name, and its digests. It returns nil if the store does not have the
+// container.
 func fetchPart(ctx context.Context, c *Client, name string) (*Part, error) {
 	src, err := c.fetch(ctx, label{name: name}, -1, "host store entry "+name[:12])
 	if err != nil || src == nil {
@@ -110,7 +111,7 @@ func fetchPart(ctx context.Context, c *Client, name string) (*Part, error) {
 	return p, nil
 }
 
-// KeepBytes puts the bytes of a container into the user's store, unless it has them or another process is putting them.
+// KeepBytes puts a container into the store, unless the store has it or another process is putting it.
 func KeepBytes(ctx context.Context, src source.Source) error {
 	path := knob.Host.Get()
 	if path == off {

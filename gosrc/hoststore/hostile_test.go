@@ -44,7 +44,7 @@ func raw(t *testing.T, s *Store) *net.UnixConn {
 	return conn
 }
 
-// Whatever a client sends, the store answers with a refusal or ends the connection, and goes on.
+// A store refuses each invalid message or ends the connection, and continues to serve other clients.
 func TestHostileClients(t *testing.T) {
 	s := newStore(t, 64<<20)
 	good := func(q request) string {
@@ -87,7 +87,7 @@ func TestHostileClients(t *testing.T) {
 	if _, err := dial(t, s).Budget(t.Context(), 0); err != nil {
 		t.Errorf("while another client is silent: %v", err)
 	}
-	// Any number of descriptors of any kind is closed.
+	// The store closes all descriptors that a client sends.
 	before := openDescriptors(t)
 	sockets, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
 	if err != nil {
@@ -106,7 +106,7 @@ func TestHostileClients(t *testing.T) {
 	}
 	_, _ = unix.Close(sockets[0]), unix.Close(sockets[1])
 	sameDescriptors(t, before)
-	// Puts that are never sealed take only the budget, and one for each connection.
+	// Unsealed puts are limited by the budget, and to one for each connection.
 	var held []*Client
 	kept := 0
 	for i := range 40 {
@@ -137,7 +137,7 @@ func TestHostileClients(t *testing.T) {
 	report(t, s, func(r *Report) bool { return r.Used == 0 })
 }
 
-// A store that sends anything else than the sealed bytes with the name is not believed, and no descriptor leaks.
+// A client rejects anything but sealed bytes that match the name, and leaks no descriptor.
 func TestHostileStores(t *testing.T) {
 	container, _ := files(t)
 	f := openFile(t, container)
@@ -297,8 +297,8 @@ func TestRandomCommands(t *testing.T) {
 	report(t, s, func(r *Report) bool { return r.Used == 0 && len(r.Entries) == 0 })
 }
 
-// A container is found by the digests of its tensors. Digests that its bytes do not have are refused, as are requests
-// with too many or other digests.
+// A container is found by the digests of its tensors. A container with wrong digests is refused, and so is a request
+// with too many digests.
 func TestDigests(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "d.safetensors")
 	r := savetest.FixedRand()

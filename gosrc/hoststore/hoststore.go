@@ -1,17 +1,17 @@
 // Package hoststore keeps the stored bytes of model files in memory for all processes of one user on one machine.
 //
-// A store is a process that owns sealed memfds, which no process can change, and maps names to them. A client sends
-// commands over a Unix socket and receives a descriptor; the bytes never cross the socket. A name is the digest of
-// what a file begins with: for a container its header and index, which cover every chunk's checksum and every
-// tensor's hash; for a plain file its header and the file's identity.
+// A store is a process that owns memfds and maps names to them. The memfds are sealed, so no process can change them. A
+// client sends commands over a Unix socket and receives a descriptor; the bytes never cross the socket. A name is a
+// digest. For a container it covers the header and the index, which has every chunk's checksum. For a plain file it
+// covers the header and the file's identity.
 //
-// A client that misses asks for a writable memfd (put), copies the file into it, and asks the store to seal it. The
-// store then reads every checksum before the name exists. The store allocates the memory, so the client's control
-// group is not charged for it.
+// If the store does not have a file, a client can put it there: it asks for a writable memfd, copies the file into it,
+// and asks the store to seal it. The store then verifies all checksums before it gives the file to any client. The
+// store allocates the memory, so the client's control group is not charged for it.
 //
 // Running loads never depend on the store: a client that has a descriptor keeps the bytes when the store ends, and a
-// client that loses the store reads the file. Entries that a connection has fetched are in use until it ends, and
-// are never evicted. Clients and stores accept only processes of their own user.
+// client that loses the store reads the file. Entries that a connection has fetched are in use until the connection
+// ends. Entries in use are never evicted. Clients and stores accept only processes of their own user.
 package hoststore
 
 import (
@@ -72,8 +72,8 @@ func checkFolder(dir string, open uint32) error {
 		return errs.FromOS(&os.PathError{Op: "stat", Path: dir, Err: err})
 	}
 	if st.Mode&unix.S_IFMT != unix.S_IFDIR || st.Uid != uint32(os.Geteuid()) || st.Mode&open != 0 {
-		return errs.New(errs.ErrPermission, "%s must be a folder, not a link, that belongs to this user and that no "+
-			"other user may write to (owner %d, mode %o)", dir, st.Uid, st.Mode&0o777)
+		return errs.New(errs.ErrPermission, "%s must be a folder, not a link, that belongs to this user and that other "+
+			"users cannot access (owner %d, mode %o)", dir, st.Uid, st.Mode&0o777)
 	}
 	return nil
 }

@@ -1,6 +1,6 @@
 package hoststore
 
-// Helpers of the tests: files, stores in this process and in child processes.
+// Helpers for the tests write files, and run stores in this process and in child processes.
 
 import (
 	"bufio"
@@ -39,19 +39,19 @@ func TestMain(m *testing.M) {
 	os.Exit(m.Run())
 }
 
-// A child is a process of a test. It prints a line at each step, and waits for a line on its standard input.
+// A child is a process that a test starts. It prints a line at each step, and waits for a line on its standard input.
 type child struct {
 	Socket string
 	Budget int64  // a store
 	Path   string // a client: the file to put
 	Die    string // the step at which the process kills itself
-	Stop   string // "half" and "sealing" are only reported if they are here or in Die
+	Stop   string // the steps "half" and "sealing" are only reported if Stop or Die names them
 }
 
-// stops reports whether a step that is not always reported is reported now.
+// stops reports whether the child must report a step that it does not always report.
 func (c *child) stops(step string) bool { return c.Die == step || c.Stop == step }
 
-// at reports a step, and kills the process if it is the last one.
+// at reports a step, and kills the process if it is the step at which to die.
 func (c *child) at(step string) {
 	if step == c.Die {
 		_ = unix.Kill(os.Getpid(), unix.SIGKILL)
@@ -182,7 +182,7 @@ func (p *process) kill() {
 	_ = p.Wait()
 }
 
-// settled is a file that was last changed long ago.
+// settled is a file that counts as unchanged for a long time.
 type settled struct{ *file.File }
 
 func (s settled) Facts() source.Facts {
@@ -191,7 +191,7 @@ func (s settled) Facts() source.Facts {
 	return f
 }
 
-// openFile opens a file as if it had been written long ago.
+// openFile opens a file, and lets it count as unchanged for a long time.
 func openFile(t *testing.T, path string) settled {
 	t.Helper()
 	f, err := file.Open(path)
@@ -309,7 +309,7 @@ func put(t *testing.T, c *Client, src source.Source, want string) label {
 	return l
 }
 
-// report asks a store for its report until it fits, because a closed connection may need a moment.
+// report polls a store's report until fits accepts it, because a closed connection may need a moment.
 func report(t *testing.T, s *Store, fits func(r *Report) bool) *Report {
 	t.Helper()
 	var r *Report
@@ -332,6 +332,6 @@ func equalBytes(t *testing.T, src source.Source, path string) {
 	}
 	got := make([]byte, src.Size())
 	if err := src.ReadAt(context.Background(), got, 0); err != nil || !bytes.Equal(got, want) {
-		t.Fatalf("%s: %v, or other bytes", path, err)
+		t.Fatalf("%s: %v, or wrong bytes", path, err)
 	}
 }

@@ -17,14 +17,15 @@ import (
 	"github.com/overwire/overwire/gosrc/source/file"
 )
 
-// A pace keeps a put from slowing down the load of the same file. While the load runs, the put uses one thread, and
-// only if the process leaves a core unused and the load reads through the page cache, so that the file is read once.
-// Otherwise it ends with errLater, and begins again at the end of the load.
+// A pace keeps a put from slowing down the load of the same file. While the load runs, the put uses one thread. It runs
+// only if the process leaves a core unused, and if the load reads through the page cache, so that the disk is read
+// once. Otherwise the put ends with errLater, and starts again after the load.
 type pace struct {
 	loaded chan struct{} // closed when the load has ended
-	read   source.File   // the load's
-	cores  *idle.Cores   // belongs to the thread that puts
-	// The queue's mu guards these: the file was added to the queue, and has to be added again at the end of the load.
+	read   source.File   // the file that the load reads
+	cores  *idle.Cores   // used only by the thread that puts
+	// The queue's mu guards these. isAdded: the file was added to the queue. isLate: it must be added again after the
+	// load.
 	isAdded, isLate bool
 }
 
@@ -42,7 +43,8 @@ func (p *pace) isOver() bool {
 	}
 }
 
-// watchLoad watches a load that has just begun, and may not use its cores yet. It belongs to the thread that puts.
+// watchLoad watches a load that has just begun and may not use all of its cores yet. Only the thread that puts calls
+// it.
 func (p *pace) watchLoad(ctx context.Context) {
 	p.cores = idle.New()
 	select {
@@ -52,7 +54,8 @@ func (p *pace) watchLoad(ctx context.Context) {
 	}
 }
 
-// awaitCore waits for an unused core. It returns false if the load has ended; the put can then use all cores.
+// awaitCore waits for an unused core. If the load has ended, it returns false, and the put can use all cores. If the
+// put must wait for the end of the load, it returns errLater.
 func (p *pace) awaitCore() (isAhead bool, err error) {
 	if p == nil || p.isOver() {
 		return false, nil
@@ -66,7 +69,7 @@ func (p *pace) awaitCore() (isAhead bool, err error) {
 	return false, errLater
 }
 
-// puts are the files that wait to be put into a store in the background, one at a time.
+// puts has the files that wait for a store. They are put into it in the background, one at a time.
 var puts = &putQueue{seen: map[string]bool{}}
 
 type putQueue struct {
@@ -79,7 +82,8 @@ type putQueue struct {
 // maxWaiting is how many files may wait, each with an open descriptor.
 const maxWaiting = 256
 
-// add puts an open file into the store at path, unless that was tried before.
+// add queues an open file for the store at path. It does nothing if the file is waiting, if the same load has already
+// added it, if the store has refused it, or if the queue is full.
 func (q *putQueue) add(path, name string, fd int, uri string, p *pace) {
 	key := path + "\x00" + name
 	q.mu.Lock()
@@ -121,8 +125,8 @@ func (q *putQueue) run() {
 	}
 }
 
-// putOne puts a file into a store. It returns true if the put has to be repeated because a load has ended meanwhile.
-// After errLater, the end of the load adds it again.
+// putOne puts a file into a store. It returns true if the put must be repeated, because it gave way to a load that has
+// ended meanwhile. If that load still runs, its end adds the file again.
 func (q *putQueue) putOne(path, key string, src source.Source, p *pace) (repeat bool) {
 	ctx := spawn.Context()
 	p.watchLoad(ctx)
@@ -147,8 +151,8 @@ func (q *putQueue) putOne(path, key string, src source.Source, p *pace) (repeat 
 	return false
 }
 
-// AwaitPuts waits up to d until no file waits to be put into a store, and reports whether that is so. Puts that have to
-// wait for the end of a load do not count.
+// AwaitPuts waits until all files in the queue have been put, but at most d. It reports whether they have. Puts that
+// must wait for the end of a load do not count.
 func AwaitPuts(d time.Duration) bool {
 	for end := time.Now().Add(d); ; time.Sleep(5 * time.Millisecond) {
 		puts.mu.Lock()

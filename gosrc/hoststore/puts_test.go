@@ -10,7 +10,7 @@ import (
 )
 
 // A file that the store does not have is put into it while a model reads it. If the model reads directly from the disk,
-// the put waits for the end, and AwaitPuts does not wait for it.
+// the put begins after the load, and AwaitPuts does not wait for that.
 func TestPutWhileLoading(t *testing.T) {
 	container, _ := files(t)
 	s := newStore(t, 1<<30)
@@ -30,7 +30,7 @@ func TestPutWhileLoading(t *testing.T) {
 		}
 		isDirect := src.Facts().File.DirectBytes() > 0
 		if how == "direct" && !isDirect {
-			t.Skip("no direct I/O here")
+			t.Skip("direct I/O is not available")
 		}
 		link.NoteRead()
 		return link, src
@@ -44,7 +44,7 @@ func TestPutWhileLoading(t *testing.T) {
 	}
 	link, src = begin("buffered")
 	if _, isAbsent := src.(*absentFile); isAbsent || link.Held() != 1 {
-		t.Errorf("%T, which the store has", src)
+		t.Errorf("got a %T, expected a file from the store", src)
 	}
 	_ = src.Close()
 	link.Done()
@@ -64,8 +64,8 @@ func TestPutWhileLoading(t *testing.T) {
 	}
 }
 
-// If the store ends before or during a put, or has not enough memory any more, the load continues, nothing is left and
-// nothing runs. The next load asks again.
+// If the store ends before or during a put, or no longer has enough memory, the load continues. The store keeps nothing
+// of the file, and no put is running. The next load tries again.
 func TestPutsFail(t *testing.T) {
 	container, _ := files(t)
 	for _, c := range []struct {
@@ -74,7 +74,7 @@ func TestPutsFail(t *testing.T) {
 	}{
 		{"ended", func(s *Store) { s.Close() }},
 		{"no memory", func(s *Store) {
-			left := []int64{1 << 40, spare / 4} // for the decision, and when the memory is allocated
+			left := []int64{1 << 40, spare / 4} // when the put is accepted, and when its memory is allocated
 			s.table.available = func() int64 {
 				n := left[0]
 				left = left[min(1, len(left)-1):]

@@ -22,15 +22,15 @@ const (
 	maxConnections = 4096
 	// prompt is how long the rest of a message, and the delivery of a reply, may take.
 	prompt = 5 * time.Second
-	// patience is how long a connection that uses nothing may be silent.
+	// patience is how long a connection that uses no entry may be silent.
 	patience = 30 * time.Second
-	// slowest is the lowest rate of a put in bytes per second. A slower client loses its put.
+	// slowest is the lowest allowed rate of a put, in bytes per second. A slower client loses its put.
 	slowest = 10 << 20
 )
 
 // Options are the options of a store. Log gets one line for each change, and may be nil.
 type Options struct {
-	Socket string // "" means the user's own
+	Socket string // "" means that of the user's own store
 	Budget int64
 	Log    func(text string)
 }
@@ -50,8 +50,8 @@ type Store struct {
 	close sync.Once
 }
 
-// Listen creates the socket of a store and serves it. Only one store can have a socket; one that a killed store has
-// left is replaced.
+// Listen creates the socket of a store and serves it. Only one store can listen at a path. A socket that a killed store
+// left behind is replaced.
 func Listen(opt Options) (*Store, error) {
 	if opt.Log == nil {
 		opt.Log = func(string) {}
@@ -110,15 +110,16 @@ func listenAt(path string) (*net.UnixListener, error) {
 	var st unix.Stat_t
 	if err := unix.Lstat(path, &st); err == nil {
 		if st.Mode&unix.S_IFMT != unix.S_IFSOCK || st.Uid != uint32(os.Geteuid()) {
-			return nil, errs.New(errs.ErrPermission, "there is something else at this path")
+			return nil, errs.New(errs.ErrPermission, "this path is not a socket of this user: remove it, or choose another "+
+				"path")
 		}
 		if err := unix.Unlink(path); err != nil {
 			return nil, errs.FromOS(os.NewSyscallError("unlink", err))
 		}
 	}
 	if len(path) > 107 {
-		return nil, errs.New(errs.ErrArgument, "the path of a socket may have at most 107 bytes, this one has %d",
-			len(path))
+		return nil, errs.New(errs.ErrArgument, "the path of a socket may have at most 107 bytes, but this one has %d: "+
+			"choose a shorter path", len(path))
 	}
 	fd, err := unix.Socket(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_CLOEXEC|unix.SOCK_NONBLOCK, 0)
 	if err != nil {
@@ -170,7 +171,7 @@ func (s *Store) Close() {
 func (s *Store) Wait(ctx context.Context) {
 	select {
 	case <-ctx.Done():
-	case <-s.ctx.Done(): // a panic
+	case <-s.ctx.Done(): // after a panic
 	}
 	s.Close()
 }
@@ -184,7 +185,7 @@ func (s *Store) accept() {
 			}
 			return
 		}
-		if err != nil { // too many open files
+		if err != nil { // for example, too many open files
 			time.Sleep(50 * time.Millisecond)
 			continue
 		}
@@ -202,7 +203,7 @@ func (s *Store) accept() {
 	}
 }
 
-// A session is one connection, and what it uses.
+// A session is one connection and the entries that it uses.
 type session struct {
 	store   *Store
 	conn    *net.UnixConn
@@ -248,7 +249,7 @@ func (s *Store) attend(conn *net.UnixConn) {
 	}
 }
 
-// deadline returns the time by which the next message has to arrive; the zero time means any.
+// deadline returns the time by which the next message has to arrive; the zero time means that there is no limit.
 func (c *session) deadline() time.Time {
 	switch {
 	case c.writing != nil:
@@ -346,11 +347,11 @@ func (c *session) put(q *request) (reply, int, error) {
 	return reply{Size: e.size}, fd, nil
 }
 
-// seal ends the put of this connection. After an error its bytes are gone.
+// seal ends the put of this connection. After an error, the entry is gone.
 func (c *session) seal(q *request) error {
 	e, t := c.writing, c.store.table
 	if e == nil || e.name != q.Name {
-		return errs.New(errs.ErrArgument, "this connection does not put %.12s", q.Name)
+		return errs.New(errs.ErrArgument, "this connection has no unsealed put of %.12s", q.Name)
 	}
 	c.writing = nil
 	if err := t.seal(c.store.ctx, e, q); err != nil {
@@ -358,6 +359,6 @@ func (c *session) seal(q *request) error {
 		t.log(fmt.Sprintf("refused %.12s: %s: %s", e.name, errs.Message(err), e.label))
 		return err
 	}
-	t.log(fmt.Sprintf("keeps %.12s, %d bytes: %s", e.name, e.size, e.label))
+	t.log(fmt.Sprintf("kept %.12s, %d bytes: %s", e.name, e.size, e.label))
 	return nil
 }

@@ -26,7 +26,7 @@ const (
 	// spare is the memory that a put leaves to the machine or the control group.
 	spare      = 128 << 20
 	maxEntries = 4096
-	// seals are what a descriptor of an entry has: its bytes and its size never change.
+	// seals are the seals of a ready entry: its bytes and its size never change.
 	seals = unix.F_SEAL_SEAL | unix.F_SEAL_SHRINK | unix.F_SEAL_GROW | unix.F_SEAL_WRITE
 )
 
@@ -41,7 +41,7 @@ type Item struct {
 }
 
 // A Report describes a store. Used includes entries that are being written, and dropped ones that are in use. The
-// counters begin with the process.
+// counters start at 0 when the store starts.
 type Report struct {
 	Socket    string `json:"socket"`
 	Budget    int64  `json:"budget"`
@@ -51,7 +51,8 @@ type Report struct {
 	Counts    Counts `json:"counts"`
 }
 
-// Counts are numbers of commands. Refused are puts without enough memory, and contents that were not valid.
+// Counts has the numbers of commands and of evictions. Refused counts puts for which there was not enough memory, and
+// puts with invalid contents.
 type Counts struct {
 	Hits      int64 `json:"hits"`
 	Misses    int64 `json:"misses"`
@@ -73,7 +74,7 @@ type entry struct {
 	isDropped   bool            // no longer in the table
 }
 
-// free frees the memory of an entry that is not in a table, which takes a while.
+// free frees the memory of an entry, which must not be in the table any more. This can take a while.
 func (e *entry) free() {
 	if e.fd >= 0 {
 		_ = unix.Close(e.fd)
@@ -99,7 +100,8 @@ func newTable(budget int64, log func(text string)) *table {
 		dropped: map[*entry]bool{}}
 }
 
-// fetch returns an entry with a new read-only descriptor of it, or nil. The caller holds the entry until release.
+// fetch returns an entry and a new read-only descriptor of it, or nil if there is no ready entry. The caller holds the
+// entry until release.
 func (t *table) fetch(name string) (*entry, int, error) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -118,7 +120,8 @@ func (t *table) fetch(name string) (*entry, int, error) {
 	return e, fd, nil
 }
 
-// findNames returns the names of containers that have tensors with some of the digests, those with the most first.
+// findNames returns the names of containers that have tensors with any of the digests. The containers with the most of
+// them come first.
 func (t *table) findNames(digests []string) (names []string) {
 	t.mu.Lock()
 	ready := map[string]*entry{}
@@ -158,16 +161,15 @@ func (t *table) release(e *entry) {
 	}
 }
 
-// remove removes an entry from the table. The caller holds mu, and frees the entry
-// afterwards.
+// remove removes an entry from the table. The caller holds mu, and frees the entry afterwards.
 func (t *table) remove(e *entry) {
 	delete(t.entries, e.name)
 	e.isDropped = true
 	t.used -= e.size
 }
 
-// reserve adds an entry that is being written, and evicts unused entries for it. existing is the entry that has the
-// name already. It does not allocate memory.
+// reserve adds an entry that is being written, and evicts unused entries to make room. existing is the entry that
+// already has the name. reserve does not allocate memory.
 func (t *table) reserve(name, label string, size int64) (e, existing *entry, err error) {
 	e = &entry{name: name, label: label, size: size, fd: -1, unallocated: size, used: time.Now()}
 	t.mu.Lock()
@@ -214,10 +216,10 @@ func (t *table) makeRoom(size int64) (evicted []*entry, err error) {
 	switch {
 	case freed < overBudget:
 		return nil, &errs.Memory{Where: "host store", Asked: size, Free: max(0, t.budget-t.used+freed), Total: t.budget,
-			Err: "the budget, and what is in use"}
+			Err: "limited by the store's budget and the entries in use"}
 	case freed < overMemory:
 		return nil, &errs.Memory{Where: "host store", Asked: size, Free: max(0, left+freed), Total: max(0, left+freed),
-			Err: "the memory of the machine or the control group, and what is in use"}
+			Err: "limited by the memory of the machine or control group, and the entries in use"}
 	}
 	for _, e := range evicted {
 		t.remove(e)
@@ -233,8 +235,8 @@ func (t *table) freeEvicted(evicted []*entry) {
 	}
 }
 
-// allocate creates the memfd of an entry, with all its memory, so that the store and not the client is charged for
-// it, and writing to it cannot fail. The size is fixed from now on.
+// allocate creates the memfd of an entry and allocates all its memory, so that the store is charged for it and not the
+// client, and so that writes cannot fail. The size is fixed from now on.
 func (t *table) allocate(ctx context.Context, e *entry) error {
 	fd, err := unix.MemfdCreate("overwire-host", unix.MFD_CLOEXEC|unix.MFD_ALLOW_SEALING|unix.MFD_NOEXEC_SEAL)
 	if err == unix.EINVAL { // Linux before 6.3
@@ -304,7 +306,7 @@ func (t *table) abandon(e *entry) {
 	e.free()
 }
 
-// refuse removes an entry with contents that were not valid.
+// refuse removes an entry with invalid contents.
 func (t *table) refuse(e *entry) {
 	t.abandon(e)
 	t.mu.Lock()
@@ -380,7 +382,7 @@ func (t *table) report() *Report {
 	return r
 }
 
-// reopen opens the file of a memfd for reading only.
+// reopen opens a memfd again, for reading only.
 func reopen(fd int) (own int, err error) {
 	err = regular.Again(func() (err error) {
 		own, err = unix.Open(fmt.Sprintf("/proc/self/fd/%d", fd), unix.O_RDONLY|unix.O_CLOEXEC, 0)

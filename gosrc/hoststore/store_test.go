@@ -20,8 +20,8 @@ import (
 	"github.com/overwire/overwire/gosrc/internal/hostmem"
 )
 
-// Containers and plain files come back byte for byte, to any number of clients, and outlive the store in a client
-// that has fetched them.
+// Any number of clients can fetch containers and plain files, byte for byte. A client keeps what it has fetched after
+// the store ends.
 func TestPutAndFetch(t *testing.T) {
 	container, plain := files(t)
 	s := newStore(t, 1<<30)
@@ -60,7 +60,7 @@ func TestPutAndFetch(t *testing.T) {
 	})
 }
 
-// A name belongs to one state of a plain file, and to the header of a container wherever it lies.
+// A plain file has a new name after each change and in each copy. All copies of a container have one name.
 func TestNames(t *testing.T) {
 	container, plain := files(t)
 	name := func(path string) (label, bool) {
@@ -103,7 +103,7 @@ func TestNames(t *testing.T) {
 		t.Fatal(err)
 	}
 	if q, _ := name(plain); q.name == p.name {
-		t.Error("a changed plain file keeps its name")
+		t.Error("a changed plain file has its old name")
 	}
 	for path, text := range map[string]string{"empty": "", "short": "{", "text": "this is not a model, but text",
 		"huge": "\xff\xff\xff\xff\xff\xff\xff\xff{", "beyond": "\xff\x00\x00\x00\x00\x00\x00\x00{}", "json": `{"a": 1, "b": 2}`} {
@@ -177,7 +177,7 @@ func TestSeals(t *testing.T) {
 	}
 }
 
-// Contents that differ from the name or from a checksum never get a name, wherever the difference is.
+// Contents that do not match the name or a checksum are refused, wherever the wrong byte is.
 func TestWrongContents(t *testing.T) {
 	container, plain := files(t)
 	s := newStore(t, 1<<30)
@@ -217,7 +217,7 @@ func TestWrongContents(t *testing.T) {
 				}
 			}, request{Identity: l.identity})
 			if !errors.Is(err, errs.ErrCorrupt) && !errors.Is(err, errs.ErrFormat) {
-				t.Errorf("%s with another byte at %d: %v", path, at, err)
+				t.Errorf("%s with a changed byte at %d: %v", path, at, err)
 			}
 		}
 		other := strings.Repeat("a", 64)
@@ -225,14 +225,14 @@ func TestWrongContents(t *testing.T) {
 			other = ""
 		}
 		if err := try(func(int) {}, request{Identity: other}); !errors.Is(err, errs.ErrArgument) {
-			t.Errorf("%s as another format: %v", path, err)
+			t.Errorf("%s as the other format: %v", path, err)
 		}
 		report(t, s, func(r *Report) bool { return r.Used == 0 && len(r.Entries) == 0 && r.Counts.Puts == 0 })
 	}
 }
 
-// The least recently used entries make room, except those in use. What cannot fit is refused with the reason, before
-// memory is allocated or anything is evicted.
+// The least recently used entries make room, except those in use. A put that cannot fit is refused with the
+// reason, before memory is allocated or anything is evicted.
 func TestBudget(t *testing.T) {
 	s := newStore(t, 10<<20)
 	tab := s.table
@@ -379,8 +379,8 @@ func TestKilledClients(t *testing.T) {
 	}
 }
 
-// A store may be killed at any step of a client, which gets an error and keeps what it has. A new store starts at
-// the same socket, and only one can run there.
+// If the store is killed at any step of a client, the client gets an error and keeps what it has fetched. A new store
+// starts at the same socket. Only one store can run there.
 func TestKilledStores(t *testing.T) {
 	container, _ := files(t)
 	f := openFile(t, container)
@@ -438,11 +438,11 @@ func TestKilledStores(t *testing.T) {
 	}
 }
 
-// A store in a control group refuses what the group has not left, and is not killed for it.
+// A store in a control group refuses puts that exceed the group's remaining memory, and is not killed.
 func TestControlGroup(t *testing.T) {
 	group := "/sys/fs/cgroup/memory/overwire-test-" + strconv.Itoa(os.Getpid())
 	if err := os.Mkdir(group, 0o755); err != nil {
-		t.Skip("no control groups of version 1 here: ", err)
+		t.Skip("cgroup v1 is not available: ", err)
 	}
 	defer os.Remove(group)
 	if err := os.WriteFile(group+"/memory.limit_in_bytes", []byte(strconv.Itoa(spare+100<<20)), 0); err != nil {
@@ -501,7 +501,7 @@ func TestOtherUser(t *testing.T) {
 		t.Fatal(err)
 	}
 	other := func(cmd *exec.Cmd) {
-		// The program may lie where the other user cannot read it.
+		// The other user may not be able to read the folder of this program.
 		exe := filepath.Join(dir, "exe")
 		b, err := os.ReadFile("/proc/self/exe")
 		if err == nil {
@@ -542,7 +542,7 @@ func TestOtherUser(t *testing.T) {
 	report(t, s, func(r *Report) bool { return len(r.Entries) == 0 })
 }
 
-// Nothing that another user could have planted is used: links, folders of others, and files instead of sockets.
+// A store does not use what another user could have planted: links, folders of others, and files in place of sockets.
 func TestPlanted(t *testing.T) {
 	dir := t.TempDir()
 	for name, plant := range map[string]func(path string) error{
@@ -589,7 +589,7 @@ func TestPlanted(t *testing.T) {
 		cancel()
 		s.Wait(ctx)
 		if _, err := os.Lstat(s.Path()); !errors.Is(err, os.ErrNotExist) {
-			t.Error("the socket is left")
+			t.Error("the socket was not removed")
 		}
 	}
 }

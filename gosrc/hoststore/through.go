@@ -14,14 +14,14 @@ import (
 	"github.com/overwire/overwire/gosrc/source"
 )
 
-// An Opener opens a URI of which the reader expects an outline.
+// An Opener opens a URI. outline says what the reader expects of the object.
 type Opener = func(ctx context.Context, uri string, outline source.Outline) (source.Source, error)
 
 // A Link takes the files of one model from a store. It connects at the first file, and disconnects when the last
 // source from the store is closed. A nil Link is valid and uses no store.
 type Link struct {
 	path    string
-	isAsked bool // a missing store is worth a notice
+	isAsked bool // a missing store is logged
 
 	mu     sync.Mutex
 	client *Client // nil before the first file and after the last one
@@ -32,8 +32,8 @@ type Link struct {
 	isRead bool          // tensors of the model were loaded
 }
 
-// NewLink returns the link of a model, or nil if it uses no store. ask is the caller's choice; nil means the
-// setting. The caller calls Done when all files are open.
+// NewLink returns the link of a model, or nil if it uses no store. ask is the caller's choice; if it is nil,
+// the setting decides. The caller calls Done when all files are open.
 func NewLink(ask *bool) *Link {
 	path := knob.Host.Get()
 	if ask == nil && path == off || ask != nil && !*ask {
@@ -45,7 +45,7 @@ func NewLink(ask *bool) *Link {
 	return &Link{path: path, isAsked: ask != nil || path != auto, users: 1}
 }
 
-// Done undoes NewLink.
+// Done says that all files of the model are open.
 func (l *Link) Done() {
 	if l != nil {
 		l.leave()
@@ -71,8 +71,8 @@ func (l *Link) Held() int {
 	return len(l.names)
 }
 
-// NoteRead notes that tensors of the model are loaded, so that files that the store does not have are worth their
-// memory. They are put into the store while they are read.
+// NoteRead notes that tensors of the model are loaded. Only then are the files that the store lacks put into it, while
+// they are read.
 func (l *Link) NoteRead() {
 	if l == nil {
 		return
@@ -105,8 +105,8 @@ func (l *Link) Distrust(ctx context.Context) {
 	}
 }
 
-// Open returns an opener that takes files from the store. A file that the store does not have is put into it once
-// the model reads it. Without a store, open opens the file.
+// Open returns an opener that opens a file with open, and takes its bytes from the store if the store has them. A file
+// that the store lacks is put into it once the model's tensors are loaded. Open of a nil Link returns open.
 func (l *Link) Open(open Opener) Opener {
 	if l == nil {
 		return open
@@ -124,7 +124,7 @@ func (l *Link) Open(open Opener) Opener {
 func (l *Link) replace(ctx context.Context, src source.Source) source.Source {
 	name, ok, err := labelOf(ctx, src)
 	if err != nil || !ok {
-		return src // opening the file reports the error
+		return src // the caller reads the same bytes and reports the error
 	}
 	client := l.connect(ctx, readsFiles)
 	if client == nil {
@@ -154,7 +154,7 @@ func (l *Link) replace(ctx context.Context, src source.Source) source.Source {
 		return m
 	}
 	was, facts := src.Facts(), bytes.Facts()
-	// Other ranks and preloads may have opened the file itself.
+	// Other ranks and preloads may have opened the file itself, and identities are compared.
 	facts.Identity, facts.Settled, facts.Headers = was.Identity, was.Settled, was.Headers
 	facts.Now = func() (source.Identity, error) { return was.Identity, nil }
 	facts.Remote = was.Remote && was.File != nil
@@ -162,7 +162,7 @@ func (l *Link) replace(ctx context.Context, src source.Source) source.Source {
 	return l.noteUse(bytes, facts, name.name)
 }
 
-// noteUse returns a source from the store, which the link then counts.
+// noteUse returns a source from the store with the given facts. The link stays connected until that source is closed.
 func (l *Link) noteUse(bytes source.Source, facts source.Facts, name string) source.Source {
 	counts.hits.Add(1)
 	counts.hitBytes.Add(bytes.Size())
@@ -202,7 +202,7 @@ func (l *Link) connect(ctx context.Context, instead string) *Client {
 	return client
 }
 
-// fail continues without the store. instead says how, if this is the first failure.
+// fail makes the link continue without the store. It logs the first failure. instead says what is done instead.
 func (l *Link) fail(err error, instead string) {
 	l.mu.Lock()
 	again := l.isLost
@@ -233,8 +233,7 @@ func (h *hostFile) Close() error {
 	return err
 }
 
-// absentFile is a local file that the store does not have. It is put into the store in the background, from the
-// beginning of a load.
+// absentFile is a local file that the store does not have. A background put begins with the first load.
 type absentFile struct {
 	source.Source
 	link *Link
@@ -243,7 +242,7 @@ type absentFile struct {
 	pace *pace
 }
 
-// startPut puts the file into the store, unless that is being done or cannot be done.
+// startPut queues the file for the store; see putQueue.add.
 func (m *absentFile) startPut() {
 	_ = m.pace.read.WithFD(func(fd int) error {
 		puts.add(m.link.path, m.name, fd, m.URI(), m.pace)
@@ -264,8 +263,8 @@ func (m *absentFile) Close() error {
 	return m.Source.Close()
 }
 
-// Counted are numbers of files since this process started: taken from a store, not found there, put into it; and
-// loads that lost their store, and entries that were dropped because their bytes were wrong.
+// Counted has counts since this process started: files and bytes taken from a store, files not found there, files and
+// bytes put into it, failures of a store, and entries dropped because their bytes were wrong.
 type Counted struct {
 	Hits       int64 `json:"hits"`
 	HitBytes   int64 `json:"hit_bytes"`

@@ -26,8 +26,8 @@ const (
 	maxSize    = 1 << 50
 	maxText    = 300 // bytes of a label, an identity or a sum
 	nameLength = 64
-	maxDigests = 256 // of a find
-	maxFound   = 64  // names in its reply
+	maxDigests = 256 // in a find
+	maxFound   = 64  // names in the reply to a find
 )
 
 // The commands.
@@ -45,14 +45,14 @@ type request struct {
 	Version int    `json:"version"`
 	Op      string `json:"op"`
 	Name    string `json:"name,omitempty"`
-	// Size is the size of the bytes to put, or the new budget; 0 asks for the budget.
+	// Size is the number of bytes to put, or the new budget. A budget of 0 changes nothing.
 	Size  int64  `json:"size,omitempty"`
 	Label string `json:"label,omitempty"` // put: how a list shows the entry
-	// Identity and Sum belong to seal and are empty for a container. Identity is the part of a plain file's name that
-	// its bytes do not contain. Sum is the digest of all bytes.
+	// Identity and Sum are for seal, and are empty for a container. Identity identifies a plain file, and is part of
+	// what its name covers. Sum is the digest of all bytes.
 	Identity string `json:"identity,omitempty"`
 	Sum      string `json:"sum,omitempty"`
-	// Digests are the digests of tensors to find, as 32 hexadecimal digits.
+	// Digests are the digests of tensors to find, each as 32 hexadecimal digits.
 	Digests []string `json:"digests,omitempty"`
 }
 
@@ -80,8 +80,8 @@ func parseRequest(frame []byte) (q request, err error) {
 	}
 	for _, text := range []string{q.Label, q.Identity, q.Sum} {
 		if len(text) > maxText {
-			return request{}, errs.New(errs.ErrArgument, "a text has %d bytes, but at most %d are allowed", len(text),
-				maxText)
+			return request{}, errs.New(errs.ErrArgument, "a label, identity or sum has %d bytes, but at most %d are "+
+				"allowed", len(text), maxText)
 		}
 	}
 	isNamed := false
@@ -93,14 +93,15 @@ func parseRequest(frame []byte) (q request, err error) {
 		return request{}, errs.New(errs.ErrNotSupported, "unknown command %q", errs.OneLine(q.Op[:min(len(q.Op), 30)]))
 	}
 	if len(q.Digests) > maxDigests {
-		return request{}, errs.New(errs.ErrArgument, "%d digests, but at most %d are allowed", len(q.Digests),
+		return request{}, errs.New(errs.ErrArgument, "a find has %d digests, but at most %d are allowed", len(q.Digests),
 			maxDigests)
 	}
 	if isNamed && (len(q.Name) != nameLength || strings.Trim(q.Name, "0123456789abcdef") != "") {
 		return request{}, errs.New(errs.ErrArgument, "a name must be %d hexadecimal digits", nameLength)
 	}
 	if q.Size < 0 || q.Size > maxSize || q.Op == opPut && q.Size == 0 {
-		return request{}, errs.New(errs.ErrArgument, "size %d: expected 1 to %d", q.Size, int64(maxSize))
+		return request{}, errs.New(errs.ErrArgument, "invalid size %d: expected 0 to %d, and at least 1 for a put", q.Size,
+			int64(maxSize))
 	}
 	return q, nil
 }
@@ -108,7 +109,7 @@ func parseRequest(frame []byte) (q request, err error) {
 // parseReply parses a reply.
 func parseReply(frame []byte) (r reply, err error) {
 	if err := json.Unmarshal(frame, &r); err != nil {
-		return reply{}, errs.New(errs.ErrIO, "the store sent a reply that is not valid")
+		return reply{}, errs.New(errs.ErrIO, "the store sent an invalid reply")
 	}
 	return r, nil
 }
@@ -162,22 +163,22 @@ func readFrame(r io.Reader, conn *net.UnixConn, most uint32, rest time.Duration)
 	}
 	n := binary.LittleEndian.Uint32(head[:])
 	if n > most {
-		return nil, errs.New(errs.ErrArgument, "a message of %d bytes, but at most %d are allowed", n, most)
+		return nil, errs.New(errs.ErrArgument, "a message has %d bytes, but at most %d are allowed", n, most)
 	}
 	frame := make([]byte, n)
 	_, err := io.ReadFull(r, frame)
 	return frame, err
 }
 
-// An inlet reads a connection and collects the descriptors that arrive. A store reads without one: the kernel then
-// closes descriptors that a client sends.
+// An inlet reads a connection and collects the descriptors that arrive. A store reads without an inlet, so the
+// kernel closes descriptors that a client sends.
 type inlet struct {
 	conn *net.UnixConn
 	fds  []int
 }
 
 func (r *inlet) Read(p []byte) (int, error) {
-	rights := make([]byte, unix.CmsgSpace(4*4)) // for four: more than one is an error, but must not leak
+	rights := make([]byte, unix.CmsgSpace(4*4)) // room for four: take closes extra descriptors, so they do not leak
 	n, k, _, _, err := r.conn.ReadMsgUnix(p, rights)
 	if all, parsed := unix.ParseSocketControlMessage(rights[:k]); parsed == nil {
 		for i := range all {
@@ -192,7 +193,7 @@ func (r *inlet) Read(p []byte) (int, error) {
 	return n, err
 }
 
-// take returns the only descriptor that has arrived, or -1. It closes all if there are several.
+// take returns the descriptor if exactly one has arrived. Otherwise it closes all of them and returns -1.
 func (r *inlet) take() int {
 	fds := r.fds
 	r.fds = nil
@@ -205,7 +206,7 @@ func (r *inlet) take() int {
 	return -1
 }
 
-// refuseOthers returns an error unless the process at the other end has the user of this one.
+// refuseOthers returns an error unless the process at the other end runs as the same user as this one.
 func refuseOthers(conn *net.UnixConn) error {
 	raw, err := conn.SyscallConn()
 	if err != nil {

@@ -23,7 +23,8 @@ import (
 const lineBytes = 128
 
 // processFlags are the flags of one process. Only that process writes them, and the numbers only rise. Others sleep
-// while they wait for joined, trouble or ended, so the process rings the bell after changing one of these.
+// while they wait for joined, trouble, ended or announcements, so the process rings the bell after changing one of
+// these.
 type processFlags struct {
 	bell      atomic.Uint32
 	joined    atomic.Uint64 // 1: has joined; 2: has mapped the memory of the others
@@ -32,8 +33,8 @@ type processFlags struct {
 	ended     atomic.Uint64 // 1: no longer uses memory of the others
 	alive     atomic.Uint64 // heartbeat
 
-	// announcements has the values of MeetAt for an even and an odd step, with the step in the upper half. A process
-	// cannot be two steps ahead of another one.
+	// announcements has the values of MeetAt for the last even and odd steps, with the step in the upper half. A
+	// process cannot be two steps ahead of another one.
 	announcements [2]atomic.Uint64
 }
 
@@ -100,7 +101,7 @@ func ringBell(bell *atomic.Uint32) {
 	_, _, _ = unix.Syscall6(unix.SYS_FUTEX, uintptr(unsafe.Pointer(bell)), futexWake, math.MaxInt32, 0, 0, 0)
 }
 
-// waitForBell waits until a bell's value differs from heard, at most lifeEvery. It does not use time.Sleep,
+// waitForBell waits until a bell's value differs from heard, but at most lifeEvery. It does not use time.Sleep,
 // which could be a millisecond late: if all goroutines of a process wait, Go's timers have the resolution of
 // epoll_wait.
 func waitForBell(bell *atomic.Uint32, heard uint32) {
@@ -132,8 +133,8 @@ func (b *Board) Publish(pieces int) { b.lines[b.rank].published.Store(uint64(pie
 // CountPublished returns how many pieces of a process's memory are complete.
 func (b *Board) CountPublished(rank int) int { return int(b.lines[rank].published.Load()) }
 
-// takenBytes is the space for one process's counts of taken pieces, which it no longer needs. There is one
-// count per owner.
+// takenBytes is the space for one process's counts of taken pieces, which are pieces that it no longer needs. There is
+// one count per owner.
 func takenBytes(ranks int) int { return (8*ranks + lineBytes - 1) / lineBytes * lineBytes }
 
 // flagBytes is the space for all flags: first the lines, then each process's counts of taken pieces.
@@ -249,8 +250,8 @@ func (b *Board) MeetAt(ctx context.Context, step, value uint32) ([]uint32, error
 	return values, nil
 }
 
-// CheckPresent is like CheckOthers, and also returns an error if another process has ended. The error of a process that
-// has failed or is gone comes first, because others end after it.
+// CheckPresent is like CheckOthers, and also returns an error if another process has ended. It prefers the error of a
+// process that has failed or is gone, because the others end after that.
 func (b *Board) CheckPresent() error {
 	for rank, l := range b.lines {
 		if rank != b.rank && l.ended.Load() != 0 {

@@ -1,5 +1,5 @@
 // Package peers connects processes of one host that load together. Each provides GPU or host memory that the
-// others read. They announce their progress by flags in shared memory.
+// others read. They announce their progress through flags in shared memory.
 //
 // New creates one process's Peers, and its Offer describes how to reach it. The caller distributes every
 // process's offer to the others. Join connects the processes through their flags, and MapMemoryOf maps the
@@ -73,7 +73,8 @@ type Peers struct {
 // New creates this process's Peers with n bytes of memory, on a GPU, or on the host if gpu is nil.
 func New(gpu *cuda.Device, n int64, rank, ranks int) (*Peers, error) {
 	if rank < 0 || rank >= ranks || n <= 0 {
-		return nil, errs.New(errs.ErrArgument, "invalid peer: rank %d of %d with %d bytes", rank, ranks, n)
+		return nil, errs.New(errs.ErrArgument, "invalid peer: rank %d of %d with %d bytes: expected a rank below "+
+			"the number of ranks, and at least 1 byte", rank, ranks, n)
 	}
 	p := &Peers{gpu: gpu, mine: Offer{Rank: rank, Process: pid(), Flags: -1, File: -1, Bytes: n},
 		at: make([]unsafe.Pointer, ranks), files: make([]*sharedMemory, ranks),
@@ -128,9 +129,8 @@ func (p *Peers) Join(offers []Offer) error {
 	}
 	for rank, o := range offers {
 		if o.Rank != rank || o.Bytes != p.mine.Bytes || (o.File < 0) != (p.gpu != nil) {
-			return errs.New(errs.ErrArgument, "offer %d has rank %d and %d bytes, expected %d",
-				rank, o.Rank, o.Bytes,
-				p.mine.Bytes)
+			return errs.New(errs.ErrArgument, "offer %d has rank %d and %d bytes: expected its own rank, %d bytes, "+
+				"and the same kind of memory", rank, o.Rank, o.Bytes, p.mine.Bytes)
 		}
 	}
 	if offers[p.mine.Rank] != p.mine {
@@ -162,8 +162,8 @@ func (p *Peers) MapMemoryOf(rank int) (err error) {
 	return nil
 }
 
-// MapOthers maps the memory of all other processes when it is this process's turn. It returns when all processes have
-// joined. See MapMemoryOf.
+// MapOthers waits for this process's turn, maps the memory of all other processes (see MapMemoryOf), and waits until
+// all processes have joined.
 func (p *Peers) MapOthers(ctx context.Context) error {
 	if err := p.Board.AwaitMapTurn(ctx); err != nil {
 		return err
@@ -253,8 +253,8 @@ func (p *Peers) free() {
 	}
 }
 
-// A process is a watched process. No locks or sockets are used for this, because a forked child shares them with its
-// parent and may outlive the parent. It keeps /proc/PID/stat open, which refers to that process even if its number
+// A process is a watched process. Watching uses no locks or sockets, because a forked child shares them with its
+// parent and may outlive the parent. fd is an open /proc/PID/stat, which refers to that process even if its number
 // is reused. nil means no process.
 type process struct{ fd int }
 

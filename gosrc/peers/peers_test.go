@@ -106,7 +106,7 @@ func TestTogether(t *testing.T) {
 	over(t, all)
 }
 
-// Processes that meet at a step see each other's values, also if one comes late. If a process has failed or closed, or
+// Processes that meet at a step see each other's values, even if one comes late. If a process has failed, has closed or
 // does not come, the others notice.
 func TestMeet(t *testing.T) {
 	all := together(t, 3)

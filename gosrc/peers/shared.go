@@ -1,6 +1,6 @@
 package peers
 
-// This file shares memory between processes: unnamed files that others open by their descriptor.
+// This file shares memory between processes: unnamed files that others open through their descriptors.
 
 import (
 	"bytes"
@@ -38,7 +38,7 @@ func pid() int { return os.Getpid() }
 func newShared(n int64, token []byte) (*sharedMemory, error) {
 	fd, err := unix.MemfdCreate("overwire", unix.MFD_CLOEXEC|unix.MFD_ALLOW_SEALING)
 	if err != nil {
-		return nil, errs.New(errs.ErrIO, "shared memory: %v", err)
+		return nil, errs.New(errs.ErrIO, "cannot create shared memory: %v", err)
 	}
 	size := pageBytes + n
 	if err = unix.Ftruncate(fd, size); err == nil {
@@ -49,7 +49,7 @@ func newShared(n int64, token []byte) (*sharedMemory, error) {
 	}
 	if err != nil {
 		_ = unix.Close(fd)
-		return nil, errs.New(errs.ErrIO, "shared memory of %d bytes: %v", n, err)
+		return nil, errs.New(errs.ErrIO, "cannot create shared memory of %d bytes: %v", n, err)
 	}
 	return mapShared(fd, size)
 }
@@ -58,7 +58,7 @@ func mapShared(fd int, size int64) (*sharedMemory, error) {
 	raw, err := unix.MmapPtr(fd, 0, nil, uintptr(size), unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED)
 	if err != nil {
 		_ = unix.Close(fd)
-		return nil, errs.New(errs.ErrIO, "shared memory of %d bytes: %v", size, err)
+		return nil, errs.New(errs.ErrIO, "cannot map shared memory of %d bytes: %v", size, err)
 	}
 	// A forked child does not need the memory.
 	_ = unix.Madvise(unsafe.Slice((*byte)(raw), size), unix.MADV_DONTFORK)

@@ -254,7 +254,7 @@ for damage in (shutil.rmtree, lambda path: [os.truncate(os.path.join(path, name)
 # Before the weights are stored, and for random weights or other formats, level 2 is vLLM's own.
 one = Worker()
 one.load_model()
-one.cycle(True, said="it was not written")
+one.cycle(True, said="the file with the weights is not written yet")
 one.cycle(False)
 del lines[:]
 Worker().start(load_dummy_weights=True).cycle(True)

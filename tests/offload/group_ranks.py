@@ -104,7 +104,7 @@ def every_name(options: dict[str, Any]) -> list[str]:
 def arguments(group: Any, rank: int, ranks: int) -> None:
     """Differences and refused options raise on all ranks, and the model is unchanged."""
     model = Model(3 if rank != 1 else 4)
-    with fails(ow.ArgumentError, "'layers.0' has other weights on rank 1"):
+    with fails(ow.ArgumentError, "'layers.0' has different weights on rank 1"):
         ow.offload(model, "cpu", group=group)
     model.assert_whole()
     with fails(ow.ArgumentError, "where='device'"):

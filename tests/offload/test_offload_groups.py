@@ -1,5 +1,5 @@
-"""Tests that the ranks of a group stream the blocks of a model together: on the host, and on a GPU whose calls are
-replaced. tests/gpu/test_gpu_gather.py tests the exchange between GPUs on the fake driver."""
+"""Tests that the ranks of a group stream the blocks of a model together: on the host, and on a GPU with
+replaced calls. tests/gpu/test_gpu_gather.py tests the exchange between GPUs on the fake driver."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ CASES += [(3, (case,)) for case in ("killed", "closed", "interrupted", "dies_beg
 
 @pytest.mark.parametrize(("ranks", "cases"), CASES)
 def test_ranks_stream_together(tmp_path: Path, ranks: int, cases: tuple[str, ...]) -> None:
-    """Each rank gets the resident model's outputs, or an error that names the block and the rank. Afterwards it has all
-    weights."""
+    """Each rank gets the resident model's outputs, or an error that names the block and the rank. Afterwards each rank has
+    all weights."""
     command = [ROOT / "tests" / "offload" / "group_ranks.py", tmp_path, str(ranks), *cases]
     done = warm.run(command, env=cleaned())
     assert done.returncode == 0, done.stdout + done.stderr
@@ -49,7 +49,7 @@ class Buffers(sharing.BlockGroup):
     def open_ring(self, nbytes: int, buffers: int, memories: Any) -> int:
         self.copying: Any = torch.cuda.Stream("cpu")  # type: ignore[no-untyped-call]
         self.buffers = [torch.empty(nbytes, dtype=torch.uint8) for _ in range(buffers)]
-        self.coming: list[tuple[int, int]] = []  # the block and the buffer of each copy that was not taken
+        self.coming: list[tuple[int, int]] = []  # the block and the buffer of each copy that has not been taken
         self.copies = 0
         return nbytes * buffers
 
@@ -74,7 +74,7 @@ class Buffers(sharing.BlockGroup):
 def test_blocks_arrive_in_buffers(
     device: Device, group: Any, monkeypatch: pytest.MonkeyPatch, slots: int, where: Any, seed: int  # noqa: F811
 ) -> None:
-    """Outputs are right in every order of the blocks, also if blocks that were copied ahead do not run next."""
+    """Outputs are right in every order of the blocks, even if blocks that were copied ahead do not run next."""
     monkeypatch.setattr(Buffers, "calls", device, raising=False)
     monkeypatch.setattr(sharing, "BlockGroup", Buffers)
     model, dice = Model(), random.Random(seed)

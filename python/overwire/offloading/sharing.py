@@ -1,12 +1,12 @@
 """Lets the ranks of a group hold the stored bytes of blocks together, and run the blocks in step.
 
-Each rank stores a part of each block, in memory of the host that all ranks map. All ranks can read all parts, also
-after a rank has died. On GPUs, each rank copies only its part to its GPU and gets the others from the other GPUs. If
-GPUs cannot map each other's memory, each rank copies all parts from the host.
+Each rank stores a part of each block, in memory of the host that all ranks map. All ranks can read all parts, even
+after a rank has died. On GPUs, each rank copies only its part to its GPU and gets the other parts from the other GPUs.
+If GPUs cannot map each other's memory, each rank copies all parts from the host.
 
-The ranks use torch.distributed only while they begin. After that they announce in shared memory which block they load.
-If they announce different blocks, if one of them is gone, or if one does not come within the group's timeout, the
-others raise an error that names the block. The group then stays broken, but each rank can restore its weights.
+The ranks use torch.distributed only during setup. After that they announce in shared memory which block they load. If
+they announce different blocks, if a rank is gone, or if a rank announces nothing within the group's timeout, the others
+raise an error that names the block. The group then cannot be used again, but each rank can restore its weights.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from .stored import SharedMemory, StoredBlock, max_sizes
 if TYPE_CHECKING:
     from ..distributed.group import Members
 
-# The longest wait for other ranks in one call, in milliseconds, so that Ctrl-C is handled.
+# The longest wait for other ranks in one engine call, in milliseconds. Ctrl-C is handled between the calls.
 _SLICE_MS = 50
 
 
@@ -48,7 +48,7 @@ class BlockGroup:
     ) -> None:
         """blocks: the blocks to stream. alike: other facts that must be equal on all ranks. Collective.
 
-        Raises ArgumentError for differences and NotSupportedError for ranks on several hosts, on all ranks."""
+        Raises ArgumentError on all ranks if they differ, and NotSupportedError if they are on several hosts."""
         sizes = [(block.name, [weight.parameter.nbytes for weight in block.weights]) for block in blocks]
         digest = hashlib.sha256(repr(sizes).encode()).digest()
         meet(members, lambda: {"alike": {"device": device.type, "the streamed blocks": digest, **alike}})
@@ -63,7 +63,7 @@ class BlockGroup:
         self._timeout = members.timeout_seconds
         self._names: list[str] = []
         self._memories: weakref.WeakSet[SharedMemory] = weakref.WeakSet()
-        self._end = 0  # the bytes that blocks take in the shared memory
+        self._end = 0  # the end of the allocated blocks in the shared memory
         self._broken = ""
         self._whole = True  # whether each rank copies all parts from the host
         self._handle = 0
@@ -82,7 +82,8 @@ class BlockGroup:
         return int(min(1000 * self._timeout, 1 << 31))
 
     def allocate_part(self, name: str, nbytes: int) -> SharedMemory:
-        """Returns memory for the stored bytes of a block. All ranks must call it for the same blocks. Not collective.
+        """Returns memory for the stored bytes of a block. All ranks must call it for the same blocks in the
+        same order, but it does not wait for them.
 
         Raises DeviceError."""
         place = self._members.rank, self._members.size
@@ -94,8 +95,8 @@ class BlockGroup:
         return memory
 
     def agree_on(self, name: str, store: Callable[[], StoredBlock]) -> StoredBlock:
-        """Stores a block on all ranks, and returns it when all of them have. Collective. Raises errors on all ranks,
-        and ArgumentError if the blocks differ."""
+        """Stores a block on all ranks, and returns it when all of them have stored it. Collective.
+        Raises all errors on all ranks, and ArgumentError if the blocks differ."""
         blocks: list[StoredBlock] = []
 
         def describe_block() -> tuple[Any, ...]:
@@ -109,7 +110,7 @@ class BlockGroup:
             if one[:4] != every[0][:4]:
                 self._members.raise_alike(
                     ArgumentError(
-                        f"overwire: offload: block {name!r} has other weights on rank {rank} than on rank 0: "
+                        f"overwire: offload: block {name!r} has different weights on rank {rank} than on rank 0: "
                         "with group=, all ranks need the same model"
                     )
                 )
@@ -126,10 +127,11 @@ class BlockGroup:
         return min(self._members.gather_results(lambda: number))
 
     def open_ring(self, nbytes: int, buffers: int, memories: Sequence[SharedMemory]) -> int:
-        """Makes buffers on this rank's GPU, each for the stored bytes of a block, and returns their bytes. Collective.
+        """Makes buffers on this rank's GPU, each for the stored bytes of a block, and returns their total size.
+        Collective.
 
         Raises OutOfMemoryError and DeviceError on all ranks."""
-        torch.cuda.empty_cache()  # the engine allocates the buffers
+        torch.cuda.empty_cache()  # the engine needs the memory for the buffers
         nbytes, members, setting = _whole_pages(nbytes), self._members, ranks.exchange_setting()
         offers = members.gather_results(lambda: _verbs.gather_offer(self._handle, buffers, nbytes))
 
@@ -162,7 +164,7 @@ class BlockGroup:
         """Announces that this rank loads a block, and waits until all ranks have announced it. On a GPU it then queues
         the copy of this rank's part after the work that is now queued on the stream `after`.
 
-        Raises ArgumentError if the ranks load different blocks, and IOFailure if a rank is gone or does not come."""
+        Raises ArgumentError if the ranks load different blocks, and IOFailure if a rank is gone or does not load it."""
         name = self._names[memory.number]
         with self._going_on(name):
             blocks: list[int] = []
@@ -213,7 +215,7 @@ class BlockGroup:
 
     def _leave_step(self, error: BaseException) -> None:
         self._broken = self._broken or _text_of(error)
-        if not isinstance(error, IOFailure):  # the other ranks find its causes by themselves
+        if not isinstance(error, IOFailure):  # the other ranks detect the causes of an IOFailure themselves
             _verbs.gather_end(self._handle, 1)
 
     def close_ring(self) -> None:

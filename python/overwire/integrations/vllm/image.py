@@ -1,7 +1,7 @@
 """Restores a worker's weights after a level-2 sleep from a file with the bytes of its memory pool.
 
 The file is a container with one tensor for each allocation of the pool, in order. Its name is a fingerprint of the
-model's files and of the sizes and digests of the allocations. Addresses are only in the worker, so equal workers share
+model's files and of the sizes and digests of the allocations. The file contains no addresses, so equal workers share
 one file. This module does not import vLLM.
 """
 
@@ -19,15 +19,15 @@ from ..._compat_api import prepare, start_thread
 from ..kept_model import keep_files
 from ..kept_model.keep_files import Damaged, Refused
 
-# An image has no record of modules.
+# An image records no modules.
 _RECORD: dict[str, Any] = {"tensors": {}, "names": {}, "modules": {}, "origins": "image of a memory pool"}
 
-#: The allocations of a pool: tensors without gaps, by address, in the pool's order.
+#: The allocations of a pool: contiguous tensors by address, in the pool's order.
 Pool = Mapping[int, torch.Tensor]
 
 
 class PoolImage:
-    """The file for one worker's pool. Calls must not overlap, except with the background writing.
+    """The file for one worker's pool. Calls must not overlap, but may run during the background writing.
 
     folder: for the files. facts: a digest that identifies the model's files. log: gets one line for each event.
     """
@@ -36,14 +36,14 @@ class PoolImage:
         self._folder, self.facts, self._log = folder, facts, log
         self._name = self._path = self._device = ""
         self._digests: dict[int, str] = {}  # by address, of the written pool
-        self._reason = "it was not written yet"  # why there is no usable file; "" if there is one
+        self._reason = "the file with the weights is not written yet"  # why there is no usable file; "" if there is one
         self._writer: threading.Thread | None = None
 
     def begin_writing(self, pool: Pool) -> None:
         """Starts to write the file in the background, unless it exists. The pool must not change until
         `finish_writing`."""
         self.finish_writing()
-        self._reason = "it was not written"
+        self._reason = "the file with the weights was not written"
         self._writer = threading.Thread(target=self._write, args=(pool,), name="overwire image", daemon=True)
         try:
             start_thread(self._writer.start)
@@ -92,8 +92,8 @@ class PoolImage:
         return kept.path
 
     def reason_against(self, pool: Pool) -> str:
-        """Returns why the file cannot restore this pool, or "" if it can. Reads the pool's digests, but not the
-        file."""
+        """Returns why the file cannot restore this pool, or "" if it can. Computes the digests of the pool, but does
+        not read the file."""
         if self._reason:
             return self._reason
         try:
@@ -117,10 +117,10 @@ class PoolImage:
         return list(overwire.digest(by_position(pool)).values()) == list(self._digests.values())
 
     def restore_pool(self, map_pool: Callable[[], Pool]) -> None:
-        """Maps the pool's memory, and loads the file into it. The file is opened meanwhile. map_pool: maps the memory,
-        and returns the pool.
+        """Maps the pool's memory while it opens the file, and then loads the file into the memory. map_pool: maps the
+        memory, and returns the pool.
 
-        Raises Refused if the file is missing or does not give the stored bytes, and the errors of loading. The pool's
+        Raises Refused if the file is missing or does not contain the stored bytes, and the errors of loading. The pool's
         values are then undefined. Also raises the errors of map_pool.
         """
         import overwire
@@ -134,7 +134,7 @@ class PoolImage:
                 with opening.result() as file:
                     file.load_into((name, None, tensor) for name, tensor in by_position(pool).items())
                 if not self.has_bytes_of(pool):
-                    raise Damaged(f"{self._path} has other bytes than the weights that were stored")
+                    raise Damaged(f"{self._path} does not contain the weights that were stored")
             except (overwire.CorruptError, overwire.FormatError, Damaged) as error:
                 self._reason = str(error)
                 keep_files.try_remove(self._path)

@@ -8,7 +8,7 @@ the background once a worker has loaded its model.
 With the host store, the weights are put there when the engine is up, once for all engines of the model. Weights that
 have not changed since then sleep without a copy.
 
-Level 2 of vLLM discards the weights, and `reload_weights` reads the model again. If OVERWIRE_SLEEP_IMAGES names a
+vLLM's level 2 discards the weights, and `reload_weights` reads the model again. If OVERWIRE_SLEEP_IMAGES names a
 folder, the weights are stored there when the engine is up (`image`), and waking restores them.
 
 Written for vLLM 0.32 and 0.33.
@@ -37,7 +37,7 @@ _TAG = "weights"
 # Load formats that read the safetensors files of the model's folder.
 _FORMATS = ("overwire", "auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "runai_streamer")
 
-# The longest wait for running calls before a level-2 sleep frees the engine's memory, in seconds.
+# The longest time that a level-2 sleep waits for running calls before it frees the engine's memory, in seconds.
 _LONGEST_WAIT = 30.0
 
 # The number of words of an allocation that are sampled.
@@ -51,14 +51,14 @@ class SleepBackend(CuMemBackend):  # type: ignore[misc, unused-ignore]
     """A sleep back end for vLLM. Level 1 keeps the weights compressed in pinned memory. Level 2 restores them from a
     file, if there is one. Other levels and `discard` work like vLLM's."""
 
-    #: The last back end of this process. vLLM has one per worker.
+    #: The most recent back end of this process. vLLM has one per worker.
     current: weakref.ref[SleepBackend] | None = None
 
     def __init__(self) -> None:
         super().__init__()
         SleepBackend.current = weakref.ref(self)
         self._image: PoolImage | None = None
-        self._restores = False  # whether the weights sleep, and the image restores them
+        self._restores = False  # whether the weights are asleep and the image will restore them
         self._asleep: Any = None
         self._memory: Any = None  # memory that is being prepared, or weights that are being put into the host store
         self._host = False  # whether the host store is used
@@ -71,7 +71,7 @@ class SleepBackend(CuMemBackend):  # type: ignore[misc, unused-ignore]
 
     def suspend(self, level: int = 1) -> None:
         """Frees the GPU memory. Raises the errors of `overwire.sleep`. After an error all weights are awake. After
-        level 2, the process holds no memory for the weights, and overwire has no files or registered memory."""
+        level 2, the process holds no memory for the weights, and overwire has no open files or registered memory."""
         self.finish_storing()
         if level == 1:
             self._put_to_sleep()
@@ -80,7 +80,7 @@ class SleepBackend(CuMemBackend):  # type: ignore[misc, unused-ignore]
             self._restores = not reason
             if reason:
                 log.info("overwire: the weights are discarded, and reload_weights must read the model: %s", reason)
-        super().suspend(level if level != 1 else 2)  # level 2 does not save the weights, which are already saved
+        super().suspend(level if level != 1 else 2)  # overwire has saved the weights, so vLLM must not
         if level == 2:
             self.quiesce_engine()
 
@@ -114,30 +114,30 @@ class SleepBackend(CuMemBackend):  # type: ignore[misc, unused-ignore]
         log.info(words, size / 2**30, stored_size / 2**30, shared_size / 2**30)
 
     def note_files(self, config: Any, is_dummy: bool) -> None:
-        """Notes which files the model is about to be loaded from, if the weights will be stored for level 2, and
-        whether the host store is used. is_dummy: vLLM loads random weights."""
+        """Notes whether the host store is used. If the weights will be stored for level 2, also notes which files the
+        model is about to be loaded from. is_dummy: vLLM loads random weights."""
         self._image, self._host = None, _uses_host_store(config.load_config)
         folder = str(setting("OVERWIRE_SLEEP_IMAGES"))
         if not folder:
             return
         try:
             if is_dummy:
-                raise Refused("the weights are not those of the model")
+                raise Refused("vLLM loads random weights")
             self._image = PoolImage(ensure_folder(folder), _facts_of_files(config), log)
         except Exception as error:  # the load itself reports what is wrong with the files
             log.info("overwire: the weights will not be stored for level-2 sleep: %s", error or type(error).__name__)
 
     def store_weights(self, model: torch.nn.Module) -> None:
-        """Starts to store the weights for level 2, and in the host store, in the background. model: was just loaded
+        """Starts to store the weights in the background, for level 2 and in the host store. model: it was just loaded
         from its files."""
         self._keep_in_host_store()
         if self._image is not None and (blocks := _blocks_awake()):
             if any(getattr(parameter, "_vllm_is_uva_offloaded", False) for parameter in model.parameters()):
-                log.info("overwire: the weights will not be stored for level-2 sleep: some are on the host")
+                log.info("overwire: the weights will not be stored for level-2 sleep: some weights are on the host")
                 self._image = None
                 return
             if any(getattr(model, name, None) for name in ("secondary_weights", "allow_patterns_overrides")):
-                log.info("overwire: the weights will not be stored for level-2 sleep: the model reads further files")
+                log.info("overwire: the weights will not be stored for level-2 sleep: the model also reads other files")
                 self._image = None
                 return
             try:
@@ -174,7 +174,7 @@ class SleepBackend(CuMemBackend):  # type: ignore[misc, unused-ignore]
                 self._give_up_host_store(error)
 
     def has_loaded_weights(self, config: Any) -> bool:
-        """Returns whether the weights are those that were loaded from the model's files, and the files are the same.
+        """Returns whether neither the weights nor the model's files have changed since the load.
         If the weights are not stored for level 2, returns False. All ranks get the same answer. Collective."""
         if not setting("OVERWIRE_SLEEP_IMAGES"):
             return False
@@ -192,7 +192,7 @@ class SleepBackend(CuMemBackend):  # type: ignore[misc, unused-ignore]
 
     def prepare(self) -> None:
         """Starts to prepare the host memory for the first sleep, unless the weights will be stored for level 2 or in
-        the host store. Logs errors, because the sleep also works without this."""
+        the host store. Logs errors, because sleep also works without this."""
         import overwire
 
         blocks = _blocks_awake()
