@@ -95,7 +95,7 @@ def save(tmp_path: Path) -> Callable[..., Path]:
 
 @pytest.mark.parametrize("compress", [True, False])
 def test_second_process_loads_from_memory(store: Store, save: Callable[..., Path], compress: bool) -> None:
-    """The first load reads the file and puts it into the store; all functions of later processes read the store."""
+    """The first load reads the file and puts it into the store; all functions of later processes read it there."""
     path = save("m.safetensors", compress=compress)
     time.sleep(0 if compress else 3.1)  # a plain file must have been unchanged for three seconds
     first = store.load(path, wait=True)

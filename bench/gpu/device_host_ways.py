@@ -120,7 +120,7 @@ class Memory:
             raise
 
     def _fill(self, kind: str, template: torch.Tensor) -> None:
-        if kind == "hugetlb":  # raises OSError if there are too few pages, for which a write would end the process
+        if kind == "hugetlb":  # raises OSError if there are too few pages; a write would get SIGBUS
             os.posix_fallocate(self._writable, 0, self.size)
         with mmap.mmap(self._writable, self.size) as memory:
             if kind == "huge":

@@ -59,7 +59,7 @@ def begin(seconds: float = STEP) -> None:
 
 
 class Bench:
-    """One rank's model, inputs, and outputs of the resident model."""
+    """One rank's model and inputs, and the resident model's outputs."""
 
     def __init__(self, options: argparse.Namespace, rank: int, folder: Path) -> None:
         import overwire as ow
@@ -236,7 +236,7 @@ def main() -> int:
     if options.rank is not None:
         status = rank_main(options, options.rank)
         sys.stdout.flush()
-        os._exit(status)  # the end of torch.distributed may wait for a rank that is gone
+        os._exit(status)  # torch.distributed may wait at its end for a rank that is gone
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, __file__, *sys.argv[1:], "--folder", folder, "--rank"]
         env = os.environ | {"GROUP_BEGAN": str(time.time())}

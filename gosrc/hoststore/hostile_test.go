@@ -32,7 +32,7 @@ func frame(n uint32, body string) []byte {
 	return append(binary.LittleEndian.AppendUint32(nil, n), body...)
 }
 
-// raw connects to a store without a client.
+// raw connects to a store without a Client.
 func raw(t *testing.T, s *Store) *net.UnixConn {
 	t.Helper()
 	conn, err := net.DialUnix("unix", nil, &net.UnixAddr{Name: s.Path(), Net: "unix"})

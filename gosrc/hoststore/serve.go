@@ -30,7 +30,7 @@ const (
 
 // Options are the options of a store. Log gets one line for each change, and may be nil.
 type Options struct {
-	Socket string // "" means that of the user's own store
+	Socket string // "" means the socket of the user's own store
 	Budget int64
 	Log    func(text string)
 }
@@ -110,8 +110,8 @@ func listenAt(path string) (*net.UnixListener, error) {
 	var st unix.Stat_t
 	if err := unix.Lstat(path, &st); err == nil {
 		if st.Mode&unix.S_IFMT != unix.S_IFSOCK || st.Uid != uint32(os.Geteuid()) {
-			return nil, errs.New(errs.ErrPermission, "this path is not a socket of this user: remove it, or choose another "+
-				"path")
+			return nil, errs.New(errs.ErrPermission, "this path is not a socket of this user: remove it, or "+
+				"choose another path")
 		}
 		if err := unix.Unlink(path); err != nil {
 			return nil, errs.FromOS(os.NewSyscallError("unlink", err))

@@ -70,7 +70,7 @@ type entry struct {
 	users       int
 	used        time.Time
 	isReady     bool            // sealed and checked
-	digests     map[string]bool // of a container's tensors, if it has them; does not change once it is ready
+	digests     map[string]bool // of a container's tensors, if it has them; fixed once isReady
 	isDropped   bool            // no longer in the table
 }
 

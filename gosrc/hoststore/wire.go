@@ -47,7 +47,7 @@ type request struct {
 	Name    string `json:"name,omitempty"`
 	// Size is the number of bytes to put, or the new budget. A budget of 0 changes nothing.
 	Size  int64  `json:"size,omitempty"`
-	Label string `json:"label,omitempty"` // put: how a list shows the entry
+	Label string `json:"label,omitempty"` // put: the text for the entry in lists
 	// Identity and Sum are for seal, and are empty for a container. Identity identifies a plain file, and is part of
 	// what its name covers. Sum is the digest of all bytes.
 	Identity string `json:"identity,omitempty"`
@@ -64,7 +64,7 @@ type reply struct {
 	Found   bool     `json:"found,omitempty"`
 	Writing bool     `json:"writing,omitempty"`
 	Size    int64    `json:"size,omitempty"`
-	Names   []string `json:"names,omitempty"` // find: the containers with the most of the digests first
+	Names   []string `json:"names,omitempty"` // find: containers with more of the digests come first
 	Report  *Report  `json:"report,omitempty"`
 }
 
@@ -93,15 +93,15 @@ func parseRequest(frame []byte) (q request, err error) {
 		return request{}, errs.New(errs.ErrNotSupported, "unknown command %q", errs.OneLine(q.Op[:min(len(q.Op), 30)]))
 	}
 	if len(q.Digests) > maxDigests {
-		return request{}, errs.New(errs.ErrArgument, "a find has %d digests, but at most %d are allowed", len(q.Digests),
-			maxDigests)
+		return request{}, errs.New(errs.ErrArgument, "a find has %d digests, but at most %d are allowed",
+			len(q.Digests), maxDigests)
 	}
 	if isNamed && (len(q.Name) != nameLength || strings.Trim(q.Name, "0123456789abcdef") != "") {
 		return request{}, errs.New(errs.ErrArgument, "a name must be %d hexadecimal digits", nameLength)
 	}
 	if q.Size < 0 || q.Size > maxSize || q.Op == opPut && q.Size == 0 {
-		return request{}, errs.New(errs.ErrArgument, "invalid size %d: expected 0 to %d, and at least 1 for a put", q.Size,
-			int64(maxSize))
+		return request{}, errs.New(errs.ErrArgument, "invalid size %d: expected 0 to %d, and at least 1 for a put",
+			q.Size, int64(maxSize))
 	}
 	return q, nil
 }
@@ -148,8 +148,8 @@ func sendMessage(conn *net.UnixConn, message any, fd int) error {
 	return err
 }
 
-// readFrame reads the body of a message. It waits for the first byte until the reader's deadline, and for the
-// others for at most rest.
+// readFrame reads the body of a message. It waits for the first byte until the reader's deadline, and for the other
+// bytes at most rest.
 func readFrame(r io.Reader, conn *net.UnixConn, most uint32, rest time.Duration) ([]byte, error) {
 	var head [4]byte
 	if _, err := io.ReadFull(r, head[:1]); err != nil {

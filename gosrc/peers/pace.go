@@ -1,8 +1,8 @@
 package peers
 
 // This file paces goroutines that poll for events of the device and other processes, which occur every few
-// microseconds. In a virtual machine, a sleeping goroutine wakes up a few hundred microseconds late, and waking it
-// costs the waker as much.
+// microseconds. In a virtual machine, a sleeping goroutine wakes up a few hundred microseconds late, and waking one
+// takes about as long.
 
 import (
 	"time"

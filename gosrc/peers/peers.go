@@ -9,8 +9,8 @@
 // so a process that dies leaves no files.
 //
 // The methods are safe for concurrent use, with these exceptions: New, Join, End and Close must not run in parallel
-// with another method. MapMemoryOf for the same process may only have one caller at a time, and so may CheckOthers,
-// CheckPresent and MeetAt together.
+// with another method. MapMemoryOf may have only one caller at a time for each process. CheckOthers, CheckPresent and
+// MeetAt together may have only one caller at a time.
 package peers
 
 import (

@@ -20,7 +20,7 @@ const (
 	tokenBytes = 16
 	pageBytes  = 4096 // the first page holds the token; the memory follows
 
-	// lasting prevents the file from shrinking, which would kill processes that have mapped it on their next access.
+	// lasting fixes the file's size. If the file could shrink, an access would kill processes that have mapped it.
 	lasting = unix.F_SEAL_SHRINK | unix.F_SEAL_GROW
 )
 

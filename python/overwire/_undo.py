@@ -7,7 +7,7 @@ from ._imports import Undisturbed
 
 
 class after_error(partial[object]):
-    """A context manager that calls a function once, with its arguments, if an exception leaves its block, and then
+    """A context manager. If an exception leaves its block, it calls a function once, with its arguments, and then
     raises the exception.
 
     Signal handlers such as that of Ctrl-C are delayed until the function has returned. If one raises an exception just

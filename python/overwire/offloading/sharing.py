@@ -48,7 +48,8 @@ class BlockGroup:
     ) -> None:
         """blocks: the blocks to stream. alike: other facts that must be equal on all ranks. Collective.
 
-        Raises ArgumentError on all ranks if they differ, and NotSupportedError if they are on several hosts."""
+        Raises on all ranks: ArgumentError if these facts differ, NotSupportedError if the ranks are on several
+        hosts."""
         sizes = [(block.name, [weight.parameter.nbytes for weight in block.weights]) for block in blocks]
         digest = hashlib.sha256(repr(sizes).encode()).digest()
         meet(members, lambda: {"alike": {"device": device.type, "the streamed blocks": digest, **alike}})
@@ -96,7 +97,7 @@ class BlockGroup:
 
     def agree_on(self, name: str, store: Callable[[], StoredBlock]) -> StoredBlock:
         """Stores a block on all ranks, and returns it when all of them have stored it. Collective.
-        Raises all errors on all ranks, and ArgumentError if the blocks differ."""
+        If a rank fails, all raise its error. If the blocks differ, all raise ArgumentError."""
         blocks: list[StoredBlock] = []
 
         def describe_block() -> tuple[Any, ...]:
@@ -164,7 +165,7 @@ class BlockGroup:
         """Announces that this rank loads a block, and waits until all ranks have announced it. On a GPU it then queues
         the copy of this rank's part after the work that is now queued on the stream `after`.
 
-        Raises ArgumentError if the ranks load different blocks, and IOFailure if a rank is gone or does not load it."""
+        Raises ArgumentError if the ranks load different blocks, and IOFailure if a rank is gone or too late."""
         name = self._names[memory.number]
         with self._going_on(name):
             blocks: list[int] = []
@@ -185,7 +186,8 @@ class BlockGroup:
                 self._await_ranks(lambda ms: _verbs.gather_copy(self._handle, *piece, ms), _describe_slow)
 
     def take_block(self, memory: SharedMemory, stream: int) -> int:
-        """Makes a stream wait until the oldest block of `fetch_part` is on this rank's GPU. Returns its address there.
+        """Makes a stream wait until the oldest block from `fetch_part` is on this rank's GPU. Returns its address
+        there.
 
         Raises IOFailure."""
         name = self._names[memory.number]

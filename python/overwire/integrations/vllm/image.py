@@ -1,8 +1,8 @@
 """Restores a worker's weights after a level-2 sleep from a file with the bytes of its memory pool.
 
-The file is a container with one tensor for each allocation of the pool, in order. Its name is a fingerprint of the
-model's files and of the sizes and digests of the allocations. The file contains no addresses, so equal workers share
-one file. This module does not import vLLM.
+The file is a container with one tensor for each allocation of the pool, in order. The file's name is a fingerprint of
+the model's files and of the sizes and digests of the allocations. The file contains no addresses, so equal workers
+share one file. This module does not import vLLM.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class PoolImage:
     def __init__(self, folder: str, facts: str, log: Any) -> None:
         self._folder, self.facts, self._log = folder, facts, log
         self._name = self._path = self._device = ""
-        self._digests: dict[int, str] = {}  # by address, of the written pool
+        self._digests: dict[int, str] = {}  # of the written pool, by address
         self._reason = "the file with the weights is not written yet"  # why there is no usable file; "" if there is one
         self._writer: threading.Thread | None = None
 
@@ -120,8 +120,8 @@ class PoolImage:
         """Maps the pool's memory while it opens the file, and then loads the file into the memory. map_pool: maps the
         memory, and returns the pool.
 
-        Raises Refused if the file is missing or does not contain the stored bytes, and the errors of loading. The pool's
-        values are then undefined. Also raises the errors of map_pool.
+        Raises Refused if the file is missing or does not contain the stored bytes, and the errors of loading. The
+        pool's values are then undefined. Also raises the errors of map_pool.
         """
         import overwire
 

@@ -5,8 +5,8 @@ the GPU first, and reuses the pinned memory. In all other respects it works like
 captured graphs, communicators and compiled code stay valid. The KV cache is released. The pinned memory is prepared in
 the background once a worker has loaded its model.
 
-With the host store, the weights are put there when the engine is up, once for all engines of the model. Weights that
-have not changed since then sleep without a copy.
+If the host store is used, the weights are put into it when the engine is up, once for all engines of the model. Weights
+that have not changed since then sleep without a copy.
 
 vLLM's level 2 discards the weights, and `reload_weights` reads the model again. If OVERWIRE_SLEEP_IMAGES names a
 folder, the weights are stored there when the engine is up (`image`), and waking restores them.
@@ -43,13 +43,13 @@ _LONGEST_WAIT = 30.0
 # The number of words of an allocation that are sampled.
 _SAMPLE = 4096
 
-# Maps the engine's number of the best transform for a sample to a dtype (docs/format.md 3.1).
+# Maps the number of a sample's best transform to a dtype (docs/format.md 3.1).
 _DTYPES = {1: torch.bfloat16, 2: torch.float16, 3: torch.float32, 4: torch.float8_e4m3fn, 5: torch.float8_e5m2}
 
 
 class SleepBackend(CuMemBackend):  # type: ignore[misc, unused-ignore]
-    """A sleep back end for vLLM. Level 1 keeps the weights compressed in pinned memory. Level 2 restores them from a
-    file, if there is one. Other levels and `discard` work like vLLM's."""
+    """A sleep back end for vLLM. Level 1 keeps the weights compressed, in pinned memory or in the host store. Level 2
+    restores them from a file, if there is one. Other levels and `discard` work like vLLM's."""
 
     #: The most recent back end of this process. vLLM has one per worker.
     current: weakref.ref[SleepBackend] | None = None
