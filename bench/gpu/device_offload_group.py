@@ -157,7 +157,7 @@ class Bench:
             self.stored._transform_of, self.grouping.exchange_setting = transform, setting
 
     def run_mode(self, mode: str) -> None:
-        """Runs a mode on all ranks. After an error, all weights are put back."""
+        """Runs a mode on all ranks, and then restores the weights, even after an error."""
         begin()
         began, failed, offloaded = time.perf_counter(), 0, None
         try:

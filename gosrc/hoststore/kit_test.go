@@ -48,7 +48,7 @@ type child struct {
 	Stop   string // the steps "half" and "sealing" are only reported if Stop or Die names them
 }
 
-// stops reports whether the child must report a step that it does not always report.
+// stops reports whether the child reports an optional step.
 func (c *child) stops(step string) bool { return c.Die == step || c.Stop == step }
 
 // at reports a step, and kills the process if it is the step at which to die.

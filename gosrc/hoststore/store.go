@@ -235,8 +235,8 @@ func (t *table) freeEvicted(evicted []*entry) {
 	}
 }
 
-// allocate creates the memfd of an entry and allocates all its memory, so that the store is charged for it and not the
-// client, and so that writes cannot fail. The size is fixed from now on.
+// allocate creates the memfd of an entry, allocates all its memory, and fixes its size. So the store is charged for the
+// memory instead of the client, and writes cannot fail.
 func (t *table) allocate(ctx context.Context, e *entry) error {
 	fd, err := unix.MemfdCreate("overwire-host", unix.MFD_CLOEXEC|unix.MFD_ALLOW_SEALING|unix.MFD_NOEXEC_SEAL)
 	if err == unix.EINVAL { // Linux before 6.3

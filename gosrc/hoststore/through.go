@@ -106,7 +106,8 @@ func (l *Link) Distrust(ctx context.Context) {
 }
 
 // Open returns an opener that opens a file with open, and takes its bytes from the store if the store has them. A file
-// that the store lacks is put into it once the model's tensors are loaded. Open of a nil Link returns open.
+// that the store lacks is put into it once the model's tensors are loaded. If the Link is nil, Open returns
+// open.
 func (l *Link) Open(open Opener) Opener {
 	if l == nil {
 		return open
@@ -120,7 +121,7 @@ func (l *Link) Open(open Opener) Opener {
 	}
 }
 
-// replace returns a source of the same bytes in the store if the store has them.
+// replace returns a source of the same bytes in the store, or one that reads src if the store does not have them.
 func (l *Link) replace(ctx context.Context, src source.Source) source.Source {
 	name, ok, err := labelOf(ctx, src)
 	if err != nil || !ok {

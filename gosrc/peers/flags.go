@@ -133,8 +133,8 @@ func (b *Board) Publish(pieces int) { b.lines[b.rank].published.Store(uint64(pie
 // CountPublished returns how many pieces of a process's memory are complete.
 func (b *Board) CountPublished(rank int) int { return int(b.lines[rank].published.Load()) }
 
-// takenBytes is the space for one process's counts of taken pieces, which are pieces that it no longer needs. There is
-// one count per owner.
+// takenBytes is the space for one process's counts of taken pieces, one for each owner. A piece is taken when the
+// process no longer needs it.
 func takenBytes(ranks int) int { return (8*ranks + lineBytes - 1) / lineBytes * lineBytes }
 
 // flagBytes is the space for all flags: first the lines, then each process's counts of taken pieces.
