@@ -92,8 +92,7 @@ func takeFrom(missing map[digest.Sum]bool, sums []digest.Sum) bool {
 	return len(missing) < before
 }
 
-// fetchPart returns the container with a name, and its digests. It returns nil if the store does not have the
-// container.
+// fetchPart returns the container with a name and its digests, or nil if the store does not have that name.
 func fetchPart(ctx context.Context, c *Client, name string) (*Part, error) {
 	src, err := c.fetch(ctx, label{name: name}, -1, "host store entry "+name[:12])
 	if err != nil || src == nil {

@@ -72,8 +72,8 @@ func checkFolder(dir string, open uint32) error {
 		return errs.FromOS(&os.PathError{Op: "stat", Path: dir, Err: err})
 	}
 	if st.Mode&unix.S_IFMT != unix.S_IFDIR || st.Uid != uint32(os.Geteuid()) || st.Mode&open != 0 {
-		return errs.New(errs.ErrPermission, "%s must be a folder, not a link, that belongs to this user and that other "+
-			"users cannot access (owner %d, mode %o)", dir, st.Uid, st.Mode&0o777)
+		return errs.New(errs.ErrPermission, "%s must be a folder, not a link, that belongs to this user and that "+
+			"other users cannot access (owner %d, mode %o)", dir, st.Uid, st.Mode&0o777)
 	}
 	return nil
 }

@@ -24,8 +24,7 @@ type pace struct {
 	loaded chan struct{} // closed when the load has ended
 	read   source.File   // the file that the load reads
 	cores  *idle.Cores   // used only by the thread that puts
-	// The queue's mu guards these. isAdded: the file was added to the queue. isLate: it must be added again after the
-	// load.
+	// The queue's mu guards these. isAdded: it was added to the queue. isLate: add it again after the load.
 	isAdded, isLate bool
 }
 
@@ -43,8 +42,7 @@ func (p *pace) isOver() bool {
 	}
 }
 
-// watchLoad watches a load that has just begun and may not use all of its cores yet. Only the thread that puts calls
-// it.
+// watchLoad watches a load that has just begun and may not use all cores yet. Only the thread that puts calls it.
 func (p *pace) watchLoad(ctx context.Context) {
 	p.cores = idle.New()
 	select {
@@ -54,8 +52,7 @@ func (p *pace) watchLoad(ctx context.Context) {
 	}
 }
 
-// awaitCore waits for an unused core. If the load has ended, it returns false, and the put can use all cores. If the
-// put must wait for the end of the load, it returns errLater.
+// awaitCore waits for an unused core. It returns false after the load, and errLater if the put must wait until then.
 func (p *pace) awaitCore() (isAhead bool, err error) {
 	if p == nil || p.isOver() {
 		return false, nil

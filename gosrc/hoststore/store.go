@@ -100,8 +100,7 @@ func newTable(budget int64, log func(text string)) *table {
 		dropped: map[*entry]bool{}}
 }
 
-// fetch returns an entry and a new read-only descriptor of it, or nil if there is no ready entry. The caller holds the
-// entry until release.
+// fetch returns a ready entry and a new read-only descriptor of it, or nil. The caller holds the entry until release.
 func (t *table) fetch(name string) (*entry, int, error) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -120,8 +119,7 @@ func (t *table) fetch(name string) (*entry, int, error) {
 	return e, fd, nil
 }
 
-// findNames returns the names of containers that have tensors with any of the digests. The containers with the most of
-// them come first.
+// findNames names the containers that have tensors with any of the digests, sorted by how many they have.
 func (t *table) findNames(digests []string) (names []string) {
 	t.mu.Lock()
 	ready := map[string]*entry{}

@@ -26,8 +26,8 @@ CASES += [(3, (case,)) for case in ("killed", "closed", "interrupted", "dies_beg
 
 @pytest.mark.parametrize(("ranks", "cases"), CASES)
 def test_ranks_stream_together(tmp_path: Path, ranks: int, cases: tuple[str, ...]) -> None:
-    """Each rank gets the resident model's outputs, or an error that names the block and the rank. Afterwards each rank has
-    all weights."""
+    """Each rank gets the resident model's outputs, or an error that names the block and the rank. Afterwards each rank
+    has all weights."""
     command = [ROOT / "tests" / "offload" / "group_ranks.py", tmp_path, str(ranks), *cases]
     done = warm.run(command, env=cleaned())
     assert done.returncode == 0, done.stdout + done.stderr
