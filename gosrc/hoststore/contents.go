@@ -71,9 +71,8 @@ func showsChanges(f source.Facts) bool {
 	return err == nil && on.Kind != regular.InMemory && !slices.Contains(images, on.Name)
 }
 
-// labelAs names the bytes of a source. The name of a plain file depends on identity; that of a container does not. The
-// name is "" if the file is not safetensors. A plain file that merely resembles a container gets a name that no store
-// accepts.
+// labelAs names the bytes of a source. A plain file's name depends on identity, a container's does not. The name is ""
+// if the file is not safetensors. A plain file that resembles a container gets a name that no store accepts.
 func labelAs(ctx context.Context, src source.Source, identity string) (l label, isContainer bool, err error) {
 	head, err := source.Head(ctx, src)
 	if err != nil || len(head) < 9 || head[8] != '{' {

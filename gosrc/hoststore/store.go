@@ -119,7 +119,7 @@ func (t *table) fetch(name string) (*entry, int, error) {
 	return e, fd, nil
 }
 
-// findNames names the containers that have tensors with any of the digests, sorted by how many they have.
+// findNames names the containers that have tensors with any of the digests, sorted by how many they have, most first.
 func (t *table) findNames(digests []string) (names []string) {
 	t.mu.Lock()
 	ready := map[string]*entry{}
