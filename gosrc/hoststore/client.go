@@ -95,7 +95,7 @@ func (c *Client) ask(ctx context.Context, q request, most time.Duration) (r repl
 		}
 		return r, -1, &refusalError{errs.New(classOf(r.Class), "%s", errs.OneLine(r.Error))}
 	}
-	if err != nil { // a late reply would be taken for that of the next request
+	if err != nil { // otherwise the next request could get the late reply
 		c.Close()
 		if fd >= 0 {
 			_ = unix.Close(fd)

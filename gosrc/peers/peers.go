@@ -253,7 +253,7 @@ func (p *Peers) free() {
 	}
 }
 
-// A process is a watched process. Watching uses no locks or sockets, because a forked child shares them with its
+// A process watches another process. Watching uses no locks or sockets, because a forked child shares them with its
 // parent and may outlive the parent. fd is an open /proc/PID/stat, which refers to that process even if its number
 // is reused. nil means no process.
 type process struct{ fd int }
