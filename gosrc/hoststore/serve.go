@@ -360,5 +360,6 @@ func (c *session) seal(q *request) error {
 		return err
 	}
 	t.log(fmt.Sprintf("kept %.12s, %d bytes: %s", e.name, e.size, e.label))
+	spawn.GoFor(&c.store.done, "host store", func() { useHugePages(c.store.ctx, t, e) })
 	return nil
 }

@@ -86,6 +86,7 @@ type table struct {
 	log func(text string)
 	// available returns the memory that is left; tests replace it.
 	available func() int64
+	moving    sync.Mutex // held while an entry is moved to huge pages
 
 	mu      sync.Mutex
 	budget  int64
