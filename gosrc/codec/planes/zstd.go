@@ -46,7 +46,10 @@ func decodeFrame(dst, frame []byte) error {
 	if err := h.Decode(frame); err != nil {
 		return corruptError("invalid Zstandard frame: %v", err)
 	}
-	if h.Skippable || h.DictionaryID != 0 || !h.HasFCS || h.FrameContentSize != uint64(len(dst)) {
+	if h.Skippable || h.DictionaryID != 0 || !h.HasFCS {
+		return corruptError("a Zstandard frame is skippable, needs a dictionary or does not state its size")
+	}
+	if h.FrameContentSize != uint64(len(dst)) {
 		return corruptError("a Zstandard frame states %d bytes, expected %d", h.FrameContentSize, len(dst))
 	}
 	// The library would also decode empty and skippable frames that follow.

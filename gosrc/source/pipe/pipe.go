@@ -236,8 +236,12 @@ func runProgram(ctx context.Context, program string, urls []string, files []*spo
 	case waitErr != nil:
 		return errs.New(errs.ErrIO, "%s: %v%s", filepath.Base(program), waitErr, stderr)
 	case cutErr != nil:
-		return errs.New(errs.ErrCorrupt, "truncated: %s ended after %d of %d bytes%s", filepath.Base(program),
-			files[len(files)-1].Have(), files[len(files)-1].Size(), stderr)
+		var have, size int64
+		for _, f := range files {
+			have, size = have+f.Have(), size+f.Size()
+		}
+		return errs.New(errs.ErrCorrupt, "truncated: %s ended after %d of %d bytes%s", filepath.Base(program), have,
+			size, stderr)
 	case file != nil:
 		return last.Append(file)
 	}

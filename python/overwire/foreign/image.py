@@ -47,9 +47,10 @@ def read_parts(files: Files, path: str, start: int = 0) -> dict[str, Part]:
         raise make_error(f"expected a safetensors header, but only {whole} bytes follow")
     files.fill_block(path, memoryview(length), start)
     size = int.from_bytes(length, "little")
-    if size > _MOST or size > whole - 8:
-        kind = FormatError if size > _MOST else CorruptError
-        raise make_error(f"its header has {size} bytes, but only {whole - 8} bytes follow", kind=kind)
+    if size > _MOST:
+        raise make_error(f"invalid header size {size}: expected at most {_MOST} bytes")
+    if size > whole - 8:
+        raise make_error(f"its header has {size} bytes, but only {whole - 8} bytes follow", kind=CorruptError)
     text = bytearray(size)
     files.fill_block(path, memoryview(text), start + 8)
     try:
