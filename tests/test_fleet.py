@@ -170,7 +170,7 @@ async def _take(
 
 
 async def _put(one: Directory, process: str, number: int, ref: object) -> None:
-    await one.put(("a", number), 10, process, process[0], [ref], b"7", 0.1)
+    await one.put(("a", number), process, [ref], b"7", 0.1)
 
 
 NOTHING: Any = ({}, [], [])
@@ -194,6 +194,9 @@ def test_directory() -> None:
         await one.drop([("a", 2)], "x")  # another owner
         assert await _take(one, "w", 2) == ({2: ["ref"]}, [], [])
         await one.fail(("a", 3), "x")  # not its lease
+        await _put(one, "x", 3, "wrong")  # likewise
+        await _put(one, "x", 4, "wrong")  # nobody has a lease
+        assert [*one.pieces] == [("a", 2)]
         assert await _take(one, "w", 3) == NOTHING
         await one.fail(("a", 3), "y")
         assert await _take(one, "w", 3) == ({}, [3], [])
@@ -214,6 +217,45 @@ def test_directory() -> None:
         asyncio.run(run())
     finally:
         rules.LEASE = lease
+
+
+def test_unused_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pieces of a process that no longer calls are forgotten. Without processes, the directory ends."""
+    monkeypatch.setattr(rules, "SILENCE", 0.5)
+
+    class One(Directory):
+        def end_actor(self) -> None:
+            ended.set()
+
+    ended = threading.Event()
+
+    async def run() -> None:
+        one = One()
+        assert await _take(one, "x", 0) == ({}, [0], [])
+        await _put(one, "x", 0, "ref")
+        for _ in range(10):
+            await one.note_alive("y")
+            await asyncio.sleep(0.1)
+        assert not ended.is_set() and not one.pieces and [*one.alive] == ["y"]
+        await asyncio.sleep(1)
+        assert ended.is_set()
+
+    asyncio.run(run())
+
+
+def test_prefetched_secrets() -> None:
+    """Secrets in URIs and options are refused before they reach Ray, and are not in the message."""
+    from overwire.integrations.ray import prefetch
+
+    for uri, endpoint in (
+        ("https://h/m.safetensors?X-Amz-Signature=hidden", ""),
+        ("https://user:hidden@h/m.safetensors", ""),
+        (["s3://b/m", "https://h/m?hidden"], ""),
+        ("s3://b/m", "https://user:hidden@h"),
+    ):
+        with pytest.raises(ow.errors.ArgumentError, match="show") as error:
+            prefetch(uri, storage_options={"endpoint_url": endpoint})
+        assert "hidden" not in str(error.value) and ("endpoint_url" in str(error.value)) == bool(endpoint)
 
 
 def test_budget(monkeypatch: pytest.MonkeyPatch) -> None:
