@@ -195,7 +195,7 @@ def test_directory() -> None:
         assert await _take(one, "w", 2) == ({2: ["ref"]}, [], [])
         await one.fail(("a", 3), "x")  # not its lease
         await _put(one, "x", 3, "wrong")  # likewise
-        await _put(one, "x", 4, "wrong")  # nobody has a lease
+        await _put(one, "x", 4, "wrong")  # no process has a lease
         assert [*one.pieces] == [("a", 2)]
         assert await _take(one, "w", 3) == NOTHING
         await one.fail(("a", 3), "y")

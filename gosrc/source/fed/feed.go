@@ -30,11 +30,11 @@ import (
 
 const (
 	// Block is the number of bytes of a piece that one checksum covers. A copied block is still in the L1 or L2 cache
-	// when its checksum is compared. A read of a part of a block copies all of it, so blocks are small.
+	// when its checksum is compared. A read of part of a block copies the whole block, so blocks are small.
 	Block = 64 << 10
 	// unit divides the size of a piece.
 	unit = 1 << 20
-	// part is the size of the reads from a store that fill a piece, and parts is how many of them run in parallel.
+	// part is the size of the reads that fill a piece from its store. Up to `parts` of them run in parallel.
 	part, parts = 8 << 20, 8
 	// patience is how long a read waits for a piece while no other piece arrives, unless the supplier calls Wait.
 	patience = 2 * time.Second
@@ -48,7 +48,7 @@ var castagnoli = crc32.MakeTable(crc32.Castagnoli)
 
 // The values of Event.What.
 const (
-	Ask   = "ask"   // a read needs the piece: call Answer
+	Ask   = "ask"   // a read needs the piece, or will need it soon: call Answer
 	Late  = "late"  // the piece did not arrive in time: an answer is no longer needed
 	Bad   = "bad"   // a checksum of the piece was wrong
 	Free  = "free"  // the source no longer uses the memory of the piece
@@ -59,8 +59,8 @@ const (
 // An Event tells the supplier what a source needs or no longer needs.
 type Event struct {
 	What string `json:"what"`
-	// File is the number of the source. Name is the same for equal bytes of one object in one store, in all processes,
-	// and contains no secret. URI is redacted. Size is the size of the object.
+	// File is the number of the source. Name stands for one state of an object in one store. It is the same in all
+	// processes, and contains no secret. URI is redacted. Size is the size of the object.
 	File int64  `json:"file"`
 	Name string `json:"name"`
 	URI  string `json:"uri"`
