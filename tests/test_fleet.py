@@ -29,7 +29,7 @@ def s3() -> Iterator[tuple[dict[str, object], Path]]:
 
 class Supplier(threading.Thread):
     """Answers the engine from a file's bytes. fault: changes the bytes of a piece before they are shared. trusted: the
-    checksums of pieces are those of the changed bytes, as if the process that read them had got wrong bytes."""
+    engine does not check the changed bytes, as if the process that read them had got them from the store."""
 
     def __init__(self, data: bytes, fault: Any = lambda piece, data: data, trusted: bool = False) -> None:
         super().__init__(daemon=True)
@@ -92,7 +92,7 @@ def _load(uri: str, options: dict[str, object]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("compress", [True, False])
 def test_feed(s3: tuple[dict[str, object], Path], compress: bool) -> None:
-    """A load reads pieces that Python supplies, also if some are damaged, and frees them all."""
+    """A load reads pieces that Python supplies, even if some are damaged, and frees them all."""
     options, folder = s3
     name = f"{compress}.safetensors"
     tensors = _model(options, name, compress)
@@ -116,8 +116,8 @@ def test_feed(s3: tuple[dict[str, object], Path], compress: bool) -> None:
 
 
 def test_wrong_reader(s3: tuple[dict[str, object], Path]) -> None:
-    """Wrong bytes with right checksums, which another process has read, are read from the store. If those are wrong as
-    well, the load raises CorruptError."""
+    """If another process shares wrong bytes with matching checksums, the load reads the store. If the store's bytes are
+    also wrong, the load raises CorruptError."""
     options, folder = s3
     tensors = _model(options, "wrong.safetensors", True)
     data = (folder / "wrong.safetensors").read_bytes()
@@ -177,8 +177,8 @@ NOTHING: Any = ({}, [], [])
 
 
 def test_directory() -> None:
-    """Each piece is read by one process, the next ones by others, and all get it. A failed, ended or lost piece is read
-    again."""
+    """Each piece is read by one process and shared with all. It is read again if it is lost, if the read fails, or if
+    the process ends. Only the process that has the lease can share or fail a piece."""
 
     async def run() -> None:
         one = Directory()

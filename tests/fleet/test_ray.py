@@ -161,8 +161,7 @@ def test_full_store(setup: Setup) -> None:
 
 
 def test_prefetch(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nodes that prefetched a model load it without the store, also when the process that called is gone. Options with
-    secrets and unknown nodes are refused."""
+    """After `prefetch`, nodes load the model without the store. Options with secrets and unknown nodes are refused."""
     from overwire.integrations.ray import prefetch, release
 
     uri, want, size = setup.model(True)
