@@ -29,7 +29,7 @@ def s3() -> Iterator[tuple[dict[str, object], Path]]:
 
 class Supplier(threading.Thread):
     """Answers the engine from a file's bytes. fault: changes the bytes of a piece before they are shared. trusted: the
-    checksums of pieces are those of the changed bytes, as if the process that read them had got wrong bytes."""
+    engine does not check the changed bytes, as if the process that read them had got them from the store."""
 
     def __init__(self, data: bytes, fault: Any = lambda piece, data: data, trusted: bool = False) -> None:
         super().__init__(daemon=True)
@@ -92,7 +92,7 @@ def _load(uri: str, options: dict[str, object]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("compress", [True, False])
 def test_feed(s3: tuple[dict[str, object], Path], compress: bool) -> None:
-    """A load reads pieces that Python supplies, also if some are damaged, and frees them all."""
+    """A load reads pieces that Python supplies, even if some are damaged, and frees them all."""
     options, folder = s3
     name = f"{compress}.safetensors"
     tensors = _model(options, name, compress)
@@ -116,8 +116,8 @@ def test_feed(s3: tuple[dict[str, object], Path], compress: bool) -> None:
 
 
 def test_wrong_reader(s3: tuple[dict[str, object], Path]) -> None:
-    """Wrong bytes with right checksums, which another process has read, are read from the store. If those are wrong as
-    well, the load raises CorruptError."""
+    """If another process shares wrong bytes with matching checksums, the load reads the store. If the store's bytes are
+    also wrong, the load raises CorruptError."""
     options, folder = s3
     tensors = _model(options, "wrong.safetensors", True)
     data = (folder / "wrong.safetensors").read_bytes()
@@ -170,15 +170,15 @@ async def _take(
 
 
 async def _put(one: Directory, process: str, number: int, ref: object) -> None:
-    await one.put(("a", number), 10, process, process[0], [ref], b"7", 0.1)
+    await one.put(("a", number), process, [ref], b"7", 0.1)
 
 
 NOTHING: Any = ({}, [], [])
 
 
 def test_directory() -> None:
-    """Each piece is read by one process, the next ones by others, and all get it. A failed, ended or lost piece is read
-    again."""
+    """Each piece is read by one process and shared with all. It is read again if it is lost, if the read fails, or if
+    the process ends. Only the process that has the lease can share or fail a piece."""
 
     async def run() -> None:
         one = Directory()
@@ -194,6 +194,9 @@ def test_directory() -> None:
         await one.drop([("a", 2)], "x")  # another owner
         assert await _take(one, "w", 2) == ({2: ["ref"]}, [], [])
         await one.fail(("a", 3), "x")  # not its lease
+        await _put(one, "x", 3, "wrong")  # likewise
+        await _put(one, "x", 4, "wrong")  # no process has a lease
+        assert [*one.pieces] == [("a", 2)]
         assert await _take(one, "w", 3) == NOTHING
         await one.fail(("a", 3), "y")
         assert await _take(one, "w", 3) == ({}, [3], [])
@@ -214,6 +217,45 @@ def test_directory() -> None:
         asyncio.run(run())
     finally:
         rules.LEASE = lease
+
+
+def test_unused_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pieces of a process that no longer calls are forgotten. Without processes, the directory ends."""
+    monkeypatch.setattr(rules, "SILENCE", 0.5)
+
+    class One(Directory):
+        def end_actor(self) -> None:
+            ended.set()
+
+    ended = threading.Event()
+
+    async def run() -> None:
+        one = One()
+        assert await _take(one, "x", 0) == ({}, [0], [])
+        await _put(one, "x", 0, "ref")
+        for _ in range(10):
+            await one.note_alive("y")
+            await asyncio.sleep(0.1)
+        assert not ended.is_set() and not one.pieces and [*one.alive] == ["y"]
+        await asyncio.sleep(1)
+        assert ended.is_set()
+
+    asyncio.run(run())
+
+
+def test_prefetched_secrets() -> None:
+    """Secrets in URIs and options are refused before they reach Ray, and are not in the message."""
+    from overwire.integrations.ray import prefetch
+
+    for uri, endpoint in (
+        ("https://h/m.safetensors?X-Amz-Signature=hidden", ""),
+        ("https://user:hidden@h/m.safetensors", ""),
+        (["s3://b/m", "https://h/m?hidden"], ""),
+        ("s3://b/m", "https://user:hidden@h"),
+    ):
+        with pytest.raises(ow.errors.ArgumentError, match="show") as error:
+            prefetch(uri, storage_options={"endpoint_url": endpoint})
+        assert "hidden" not in str(error.value) and ("endpoint_url" in str(error.value)) == bool(endpoint)
 
 
 def test_budget(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ Sums = dict[str, int]
 
 
 class Soak:
-    """One load by three replicas, of which one is the victim of a fault."""
+    """One load by three replicas. One of them may be the victim of a fault."""
 
     def __init__(self, setup: Setup, rng: random.Random) -> None:
         self.setup, self.rng = setup, rng
@@ -133,7 +133,7 @@ def use_wrong_credentials(soak: Soak) -> None:
 
 
 def damage_read(soak: Soak) -> None:
-    """A process reads wrong bytes from the store, which it shares with right checksums."""
+    """A process reads wrong bytes from the store and shares them with matching checksums."""
     soak.begin(compress=True)
     soak.setup.proxy.wrong = 1
     soak.check(soak.start(soak.take(), soak.take()))

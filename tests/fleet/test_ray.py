@@ -14,8 +14,9 @@ import overwire as ow
 import pytest
 import stores
 from cluster import MIB, NODES, Setup, add_node, ray, wait_until_gone
+from overwire.fleet import directory as rules
 from overwire.fleet.directory import Directory, Key
-from overwire.fleet.feeder import DIRECTORY, NAMESPACE
+from overwire.fleet.feeder import DIRECTORY, NAMESPACE, find_directory
 
 pytest_plugins = ["cluster"]
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # Ray's workers cannot import this module
@@ -91,11 +92,9 @@ def test_wrong_credentials(setup: Setup) -> None:
 class WrongSums(Directory):
     """A directory that damages the checksums of some pieces."""
 
-    async def put(
-        self, key: Key, size: int, process: str, node: str, refs: list[Any], sums: bytes, seconds: float
-    ) -> None:
+    async def put(self, key: Key, process: str, refs: list[Any], sums: bytes, seconds: float) -> None:
         wrong = bytes([sums[0] ^ (key[1] % 3 == 1)]) + sums[1:]
-        await super().put(key, size, process, node, refs, wrong, seconds)
+        await super().put(key, process, refs, wrong, seconds)
 
 
 @pytest.mark.parametrize("compress", [True, False])
@@ -114,6 +113,24 @@ def test_wrong_bytes(setup: Setup, compress: bool) -> None:
     assert ray.get(directory.counts.remote())["pieces"] < pieces
     ray.kill(directory)
     wait_until_gone()
+
+
+def test_unused_directory(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The directory ends for good when no process has called it for a while. The next load starts a new one."""
+    with contextlib.suppress(ValueError):
+        ray.kill(ray.get_actor(DIRECTORY, namespace=NAMESPACE))
+    wait_until_gone()
+    monkeypatch.setattr(rules, "SILENCE", 1.0)
+    directory = find_directory(ray)
+    ray.get(directory.note_alive.remote("a"))
+    wait_until_gone()
+    with pytest.raises(ray.exceptions.RayActorError):
+        for _ in range(100):  # the process ends a little later than the name
+            ray.get(directory.counts.remote(), timeout=30)
+            time.sleep(0.1)
+    uri, want, _ = setup.model(True)
+    assert ray.get(setup.replica(0).load.remote(uri, setup.options)) == (want, [])
+    assert ray.get(ray.get_actor(DIRECTORY, namespace=NAMESPACE).counts.remote())["pieces"] > 0
 
 
 def test_checkpoint(setup: Setup) -> None:
@@ -144,8 +161,7 @@ def test_full_store(setup: Setup) -> None:
 
 
 def test_prefetch(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nodes that prefetched a model load it without the store, also when the process that called is gone. Options with
-    secrets and unknown nodes are refused."""
+    """After `prefetch`, nodes load the model without the store. Options with secrets and unknown nodes are refused."""
     from overwire.integrations.ray import prefetch, release
 
     uri, want, size = setup.model(True)

@@ -85,7 +85,28 @@ func (c Folder) Keep(ctx context.Context, src source.Source) (source.Source, err
 	}
 	defer f.Close()
 	c.writeNote(src.URI(), note{Pin: pin, Size: src.Size()})
-	local, err := file.FromFD(int(f.Fd()), src.URI()) // file.FromFD duplicates the descriptor
+	return openKept(f, src.URI())
+}
+
+// FindCopy returns the object of src from the folder, and closes src. If the folder does not have it, FindCopy
+// returns src.
+func (c Folder) FindCopy(ctx context.Context, src source.Source) (source.Source, error) {
+	pin := src.Facts().Identity.Pin
+	if pin == "" || regular.RefusePlanted(c.Path) != nil {
+		return src, nil
+	}
+	f := findKept(ctx, c.keyOf(src.URI(), pin, src.Size()), src.Size())
+	if f == nil {
+		return src, nil
+	}
+	defer f.Close()
+	defer src.Close()
+	return openKept(f, src.URI())
+}
+
+// openKept returns a source for a file of the folder. It duplicates the descriptor.
+func openKept(f *os.File, uri string) (source.Source, error) {
+	local, err := file.FromFD(int(f.Fd()), uri)
 	if err != nil {
 		return nil, err
 	}

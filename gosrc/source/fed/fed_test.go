@@ -179,7 +179,7 @@ func TestSuite(t *testing.T) {
 }
 
 // Pieces in memory cause no request to the store, whether they are read by offset or as ranges. Each piece is freed
-// once it was read completely, and all pieces when the source is closed.
+// once it was read completely.
 func TestNoRequests(t *testing.T) {
 	data := random(5*pieceBytes + 12345)
 	s, from := supply(t, shared(data)), serve(t, data)
@@ -210,7 +210,7 @@ func TestNoRequests(t *testing.T) {
 	}
 }
 
-// A piece with a wrong checksum is reported once and read from the store. Its right blocks may have been used.
+// A piece with a wrong checksum is reported once and read from the store. Its intact blocks may have been used.
 func TestBadPiece(t *testing.T) {
 	data := random(3 * pieceBytes)
 	for _, damage := range []func(b []byte) ([]byte, []uint32){
@@ -243,6 +243,31 @@ func TestLate(t *testing.T) {
 	readAll(t, src, data)
 	if late, asked := s.count(fed.Late, 2), s.count(fed.Ask, 1); late != 2 || s.count(fed.Alone, 1) != 1 {
 		t.Errorf("%d of %d pieces were late", late, asked)
+	}
+}
+
+// An object that was read through a feed is not kept in a cache folder. A copy that is already there is used.
+func TestCache(t *testing.T) {
+	data, dir := random(2*pieceBytes), t.TempDir()
+	wrong := slices.Clone(data)
+	wrong[len(data)-1] ^= 1
+	s, from := supply(t, shared(wrong)), serve(t, data)
+	for i, c := range []struct {
+		isFed bool
+		want  []byte
+	}{{true, wrong}, {false, data}, {true, data}} {
+		opt := source.Options{Fed: c.isFed, Storage: map[string]string{"cache": dir}}
+		src, err := open.With(opt).Open(t.Context(), from.URL)
+		if err != nil {
+			t.Fatal(i, err)
+		}
+		readAll(t, src, c.want)
+		if err := src.Close(); err != nil {
+			t.Fatal(i, err)
+		}
+	}
+	if n := s.count(fed.Ask, 2); n != 2 {
+		t.Errorf("%d questions, not 2: the copy was not used", n)
 	}
 }
 
@@ -288,8 +313,8 @@ func TestRead(t *testing.T) {
 	}
 }
 
-// Many readers get right bytes while the supplier answers in any order, wrongly, late or not at all, and while the feed
-// is closed.
+// Many readers get the right bytes while the supplier answers in any order, wrongly, late or not at all, and while the
+// feed is closed.
 func TestFaults(t *testing.T) {
 	data := random(20 * pieceBytes)
 	seed := uint64(time.Now().UnixNano())
@@ -328,8 +353,7 @@ func TestFaults(t *testing.T) {
 	}
 }
 
-// Two states of an object, and equal states at two stores, have different names. A small object, and one without an
-// identity, is not fed.
+// Two states of an object, and equal states at two stores, have different names. A small object is not fed.
 func TestNames(t *testing.T) {
 	data := random(pieceBytes)
 	s := supply(t, func(f *fed.Feed, e fed.Event) { _, _ = f.Answer(e.File, e.Piece, nil, nil) })
@@ -358,8 +382,8 @@ func TestNames(t *testing.T) {
 	}
 }
 
-// A source asks for announced pieces, as many as the feed allows, each once. It asks for the next one when a piece was
-// read.
+// A source asks for announced pieces, each once, up to the feed's limit. When a piece has been read, it asks for the
+// next one.
 func TestAhead(t *testing.T) {
 	data := random(8 * pieceBytes)
 	s := serve(t, data)

@@ -2,9 +2,12 @@
 // has pieces of objects in memory that it shares with other processes.
 //
 // A fed source wraps the object at its store. When a read needs a piece, the source asks the supplier. The supplier
-// answers with the address of the piece, or that the source has to read its store. A source reads its store if the
-// supplier says nothing about a piece for a while. The blocks of a piece have checksums, which are compared before a
-// byte is used, so the supplier is not trusted to keep the bytes intact.
+// answers with the address of the piece, or tells the source to read its store. The blocks of a piece have checksums,
+// which are compared before a byte is used, so the supplier is not trusted to keep the bytes intact. The checksums come
+// from the supplier. They do not show whether it had the right bytes.
+//
+// A source waits for a piece while other pieces arrive. When none has arrived for two seconds, and the supplier has not
+// asked for more time, the source reads its store.
 //
 // A source also asks for pieces that the running load has announced, so that several processes can read different
 // pieces from the store at the same time.
@@ -27,15 +30,17 @@ import (
 
 const (
 	// Block is the number of bytes of a piece that one checksum covers. A copied block is still in the L1 or L2 cache
-	// when its checksum is compared. A read of a part of a block copies all of it, so blocks are small.
+	// when its checksum is compared. A read of part of a block copies the whole block, so blocks are small.
 	Block = 64 << 10
 	// unit divides the size of a piece.
 	unit = 1 << 20
-	// part is the size of the reads from a store that fill a piece, and parts is how many of them run in parallel.
+	// part is the size of the reads that fill a piece from its store. Up to `parts` of them run in parallel.
 	part, parts = 8 << 20, 8
-	// patience is how long a read waits for a piece while no other piece arrives, unless Wait says more.
+	// patience is how long a read waits for a piece while no other piece arrives, unless the supplier calls Wait.
 	patience = 2 * time.Second
-	// maxMissed is after how many pieces in succession that were late a source reads only from its store.
+	// maxWait is the longest time from the request for a piece for which the supplier can make reads wait.
+	maxWait = time.Minute
+	// maxMissed is the number of consecutive late pieces after which a source reads only from its store.
 	maxMissed = 2
 )
 
@@ -43,7 +48,7 @@ var castagnoli = crc32.MakeTable(crc32.Castagnoli)
 
 // The values of Event.What.
 const (
-	Ask   = "ask"   // a read needs the piece: call Answer
+	Ask   = "ask"   // a read needs the piece, or will need it soon: call Answer
 	Late  = "late"  // the piece did not arrive in time: an answer is no longer needed
 	Bad   = "bad"   // a checksum of the piece was wrong
 	Free  = "free"  // the source no longer uses the memory of the piece
@@ -54,8 +59,8 @@ const (
 // An Event tells the supplier what a source needs or no longer needs.
 type Event struct {
 	What string `json:"what"`
-	// File is the number of the source. Name is the same for equal bytes of one object in one store, in all processes,
-	// and contains no secret. URI is redacted. Size is the size of the object.
+	// File is the number of the source. Name stands for one state of an object in one store. It is the same in all
+	// processes, and contains no secret. URI is redacted. Size is the size of the object.
 	File int64  `json:"file"`
 	Name string `json:"name"`
 	URI  string `json:"uri"`
@@ -68,7 +73,7 @@ type Event struct {
 // A Feed connects the sources of a process with their supplier. It is safe for concurrent use.
 type Feed struct {
 	size  int64 // of a piece, except the last one of an object
-	ahead int   // the most pieces that a source asks for before they are read
+	ahead int   // the largest number of pieces that a source asks for before they are read
 
 	mu      sync.Mutex
 	events  []Event
@@ -78,7 +83,7 @@ type Feed struct {
 	shut    bool
 }
 
-// New returns a feed of pieces of a size in bytes. A source asks for up to `ahead` pieces before they are read.
+// New returns a feed with pieces of size bytes. A source asks for up to `ahead` pieces before they are read.
 func New(size int64, ahead int) (*Feed, error) {
 	if size < unit || size%unit != 0 || size > 1<<32 {
 		return nil, errs.New(errs.ErrArgument, "pieces of %d bytes: expected a multiple of 1 MiB, at most 4 GiB", size)
@@ -179,23 +184,24 @@ func (f *Feed) find(file, number int64) (*Source, int64, error) {
 	return s, min(f.size, s.Size()-number*f.size), nil
 }
 
-// Answer gives a piece to a source. The bytes must stay valid and unchanged until the event Free or Close. sums has the
-// CRC32C of each block; nil means that they are known to be right. bytes is nil if the source has to read its store.
-// Answer reports whether the source uses the bytes: it does not if they come too late.
+// Answer gives a piece to a source. The bytes must stay valid and unchanged until the source frees the piece,
+// stops asking for pieces or is closed. sums has the CRC32C of each block; nil means that the bytes are known to be
+// correct. bytes is nil if the source has to read its store. Answer reports whether the source uses the bytes. It does
+// not if they come too late.
 func (f *Feed) Answer(file, number int64, bytes []byte, sums []uint32) (bool, error) {
 	s, n, err := f.find(file, number)
 	if err != nil {
 		return false, nil // closed since it asked
 	}
 	if bytes != nil && (int64(len(bytes)) != n || sums != nil && int64(len(sums)) != sizes.CeilDiv(n, Block)) {
-		bytes = nil // not the piece: other processes may share anything
+		bytes = nil // the size is wrong: what other processes share is not trusted
 		s.tell(Bad, number)
 	}
 	return s.settle(number, bytes, sums), nil
 }
 
-// Wait makes reads of a piece wait for it at least until the time has passed, for example because another process is
-// reading it from the store.
+// Wait makes reads of a piece wait for it for at least d, for example because another process is reading it from the
+// store. The wait ends at most maxWait after the piece was requested.
 func (f *Feed) Wait(file, number int64, d time.Duration) {
 	if s, _, err := f.find(file, number); err == nil { // otherwise it was closed since it asked
 		s.extendWait(number, time.Now().Add(d))

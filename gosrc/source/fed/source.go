@@ -14,10 +14,10 @@ import (
 	"github.com/overwire/overwire/gosrc/source"
 )
 
-// maxIdle is how many pieces a source keeps that no read uses and that were not read completely.
+// maxIdle is the largest number of unused, partly read pieces that a source keeps.
 const maxIdle = 4
 
-// A Source is an object at its store, of which some pieces are in memory. It implements source.Source.
+// A Source is an object at its store. Some of its pieces are in memory. It implements source.Source.
 type Source struct {
 	source.Source // the object at its store
 	feed          *Feed
@@ -33,15 +33,16 @@ type Source struct {
 	pieces map[int64]*piece
 	next   []int64   // pieces that were announced and not asked for
 	busy   int       // pieces that were asked for and are neither freed nor read from the store
-	idle   []*piece  // pieces in memory without users; the longest unused first
+	idle   []*piece  // pieces in memory without users, least recently used first
 	moved  time.Time // when the last piece was settled
-	missed int       // late pieces in succession
+	missed int       // consecutive late pieces
 }
 
 // A piece is part of an object. The supplier was asked for it. It is settled when the supplier has answered, or is
 // late.
 type piece struct {
 	number  int64
+	asked   time.Time
 	settled chan struct{} // closed when the fields below are set
 	bytes   []byte        // nil: read the store
 	sums    []uint32
@@ -52,7 +53,7 @@ type piece struct {
 	users int
 	used  bool      // a read has held it
 	done  bool      // settled is closed
-	until time.Time // the supplier says that waiting is worthwhile until then
+	until time.Time // reads wait at least until then, because the supplier asked for more time
 }
 
 func (s *Source) tell(what string, number int64) {
@@ -61,7 +62,7 @@ func (s *Source) tell(what string, number int64) {
 		Piece: number, Bytes: min(size, s.Size()-number*size)})
 }
 
-// Facts implements source.Source. The bytes are those of the object at its store.
+// Facts implements source.Source. The identity is that of the object at its store, because the bytes are the same.
 func (s *Source) Facts() source.Facts {
 	f := s.Source.Facts()
 	n := f.RangeBytes
@@ -90,7 +91,7 @@ func (s *Source) hold(number int64) *piece {
 
 // askFor asks for a piece. The caller holds s.mu.
 func (s *Source) askFor(number int64) *piece {
-	p := &piece{number: number, settled: make(chan struct{})}
+	p := &piece{number: number, asked: time.Now(), settled: make(chan struct{})}
 	s.pieces[number] = p
 	s.busy++
 	if s.isGone() {
@@ -208,16 +209,25 @@ func (s *Source) settle(number int64, bytes []byte, sums []uint32) bool {
 	return true
 }
 
-// extendWait makes reads wait longer for a piece.
+// extendWait makes reads wait longer for a piece, but never longer than maxWait. Otherwise a supplier that never
+// delivers the piece could stop a load.
 func (s *Source) extendWait(number int64, until time.Time) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if p := s.pieces[number]; p != nil && until.After(p.until) {
+	p := s.pieces[number]
+	if p == nil {
+		return
+	}
+	if end := p.asked.Add(maxWait); until.After(end) {
+		until = end
+	}
+	if until.After(p.until) {
 		p.until = until
 	}
 }
 
-// waitEnd returns when a read that has waited since a time gives a piece up. The caller holds s.mu.
+// waitEnd returns the time at which a read gives a piece up. since is when the read began to wait. The caller holds
+// s.mu.
 func (s *Source) waitEnd(p *piece, since time.Time) time.Time {
 	if s.moved.After(since) {
 		since = s.moved
@@ -294,8 +304,7 @@ func (s *Source) isGone() bool {
 }
 
 // copyFrom copies bytes of a settled piece that the caller holds. It returns false if they have to be read from the
-// store.
-// own is a buffer for a block of which only a part is wanted.
+// store. own is a buffer for a block that is read only in part.
 func (s *Source) copyFrom(p *piece, to []byte, from int64, own *[]byte) bool {
 	s.memory.RLock()
 	defer s.memory.RUnlock()
@@ -333,7 +342,8 @@ func (s *Source) copyFrom(p *piece, to []byte, from int64, own *[]byte) bool {
 	return true
 }
 
-// ReadAt implements source.Source. The bytes that were read when the object was opened come from there.
+// ReadAt implements source.Source. Reads within the first source.HeadBytes go to the wrapped source, which read them
+// when it was opened.
 func (s *Source) ReadAt(ctx context.Context, p []byte, off int64) error {
 	if n := int64(len(p)); off < 0 || n == 0 || off > s.Size() || n > s.Size()-off || off+n <= source.HeadBytes ||
 		ctx.Err() != nil || s.isGone() {
@@ -386,7 +396,8 @@ func (r *span) take(ctx context.Context, off, n int64) {
 	}
 }
 
-// Begin implements source.Range. If the first piece has to be read from the store, so has the whole range.
+// Begin implements source.Range. If the first piece has to be read from the store, the whole range is read
+// from there.
 func (r *span) Begin(ctx context.Context, off, n int64) error {
 	s := r.s
 	isInside := off >= 0 && n >= 0 && off <= s.Size() && n <= s.Size()-off

@@ -127,6 +127,9 @@ func (s *Stores) OpenLike(ctx context.Context, uri string, outline source.Outlin
 	src, err := s.openFed(ctx, uri, opt)
 	switch {
 	case err == nil && src.Facts().File == nil:
+		if _, isFed := src.(*fed.Source); isFed {
+			return s.local.FindCopy(ctx, src) // anyone in the Ray cluster may have chosen its bytes: keep none
+		}
 		return s.local.Keep(ctx, src)
 	case errors.Is(err, errs.ErrIO) || errors.Is(err, errs.ErrTimeout):
 		last, lastErr := s.local.Last(ctx, uri)

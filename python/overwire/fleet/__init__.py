@@ -1,1 +1,1 @@
-"""Reads objects in stores once for all nodes of a Ray cluster: the directory of shared pieces, and their supplier."""
+"""Reads each object from its store once for all nodes of a Ray cluster."""

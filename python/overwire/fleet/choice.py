@@ -17,18 +17,18 @@ if TYPE_CHECKING:
 
 _lock = new_lock()
 _feeder: Feeder | None = None
-_session: object = None  # Ray's session that the supplier belongs to
+_session: object = None  # the job and node in Ray that the supplier belongs to
 
-# A node whose object store has room for fewer pieces shares none.
+# A node shares no pieces if its object store has room for fewer than these.
 _FEWEST = 4
 
 
 def feeds(ray: object) -> bool:
-    """Returns whether objects are read through Ray, and connects to it. ray: the option of that name; None: the setting
-    OVERWIRE_RAY.
+    """Returns whether objects are read through Ray, and connects to it. ray: the option of that name. None means the
+    setting OVERWIRE_RAY.
 
-    Raises ArgumentError for an invalid option; and if Ray is required, MissingPackageError if it is not installed and
-    NotSupportedError if there is no cluster."""
+    Raises ArgumentError for an invalid option. If Ray is required, raises MissingPackageError if it is not installed,
+    and NotSupportedError if there is no cluster."""
     if ray is not None:
         check_switches(ray=ray)
     way = str(setting("OVERWIRE_RAY")) if ray is None else "on" if ray else "off"
@@ -38,7 +38,7 @@ def feeds(ray: object) -> bool:
     try:
         return (way == "on" or _is_fleet(module)) and _start(module)
     except Exception as error:  # no load fails because of Ray
-        log.warning("overwire: ray: not used (%s): reading from the store instead", type(error).__name__)
+        log.warning("overwire: ray is not used (%s): reading from the store instead", type(error).__name__)
         return False
 
 
@@ -70,7 +70,7 @@ def _start(ray: Any) -> bool:
     with _lock:
         session = ray.get_runtime_context().get_job_id(), ray.get_runtime_context().get_node_id()
         if _session == session:
-            return _feeder is not None  # what failed once is not tried again
+            return _feeder is not None  # after a failure, Ray is not tried again
         _session = session
         if _feeder is not None:  # the process has left a cluster and joined another one
             _feeder.stop()
@@ -81,7 +81,8 @@ def _start(ray: Any) -> bool:
         room = int(store * int(setting("OVERWIRE_RAY_PERCENT")) / 100)
         if room < _FEWEST * piece:
             log.warning(
-                "overwire: ray: %d %% of this node's object store has no room for %d pieces of %d MiB: not used",
+                "overwire: ray is not used: %d%% of this node's object store holds fewer than %d pieces of %d MiB: "
+                "raise OVERWIRE_RAY_PERCENT or the node's object_store_memory",
                 setting("OVERWIRE_RAY_PERCENT"), _FEWEST, piece >> 20,
             )  # fmt: skip
             return False

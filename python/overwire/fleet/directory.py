@@ -1,7 +1,7 @@
-"""The directory of a Ray cluster: an actor that knows which pieces of objects are in Ray's object stores.
+"""Defines the directory of a Ray cluster: an actor that knows which pieces of objects are in Ray's object stores.
 
-The directory never touches bytes. It runs without overwire, because Ray copies this module's code to it; the module
-therefore imports only the standard library. A lost directory costs time only: the nodes read their stores.
+The directory never touches bytes. It runs without overwire, because Ray copies this module's code to it. The module
+therefore imports only the standard library. A lost directory costs only time, because the nodes read their stores.
 """
 
 from __future__ import annotations
@@ -10,17 +10,22 @@ import asyncio
 import time
 from collections import OrderedDict
 from collections.abc import Iterable
+from importlib import import_module
 from typing import Any
 
-#: Seconds for which a lease holds after its process last called `take_work`, for which a process counts as one that
-#: wants pieces, and for which a node that wanted a piece of an object counts as one of the object's readers.
-LEASE, RECENT = 3.0, 10.0
+#: Seconds that a lease lasts after its process last called `take_work`.
+LEASE = 3.0
+#: Seconds since its last request in which a process counts as wanting pieces, and a node as reading an object.
+RECENT = 10.0
 
-#: The most seconds that one call of `take_work` lasts, that a process waits for room on its node, and that it waits for
-#: a piece.
+#: Limits in seconds for one call of `take_work`, for a process that waits for room on its node, and for a process that
+#: waits for a piece.
 POLL, FULL, PATIENCE = 0.5, 2.0, 30.0
 
-#: How many leases a process has at most: one that it reads, and one so that it never waits for the next.
+#: Seconds without a call after which a process counts as ended. Without processes, the directory ends.
+SILENCE = 300.0
+
+#: The largest number of leases of a process: one for its current read, and one so that it never waits for the next.
 LEASES = 2
 
 #: A piece: the name of the object's state, and the piece's number.
@@ -28,8 +33,10 @@ Key = tuple[str, int]
 
 
 class Piece:
-    """A shared piece: the list that holds Ray's reference to its bytes, their checksums, the process and node that
-    read it, its size, the seconds that reading took, and the nodes that have it."""
+    """A shared piece.
+
+    refs: a list with Ray's reference to the bytes. sums: their checksums. process, node: the ones that read the piece.
+    seconds: how long that took. nodes: the nodes that have the piece."""
 
     def __init__(self, refs: list[Any], sums: bytes, process: str, node: str, size: int, seconds: float) -> None:
         self.refs, self.sums, self.process, self.node = refs, sums, process, node
@@ -45,7 +52,7 @@ class Lease:
 
 
 class Process:
-    """A process that wants pieces. wants: their sizes, and since when, in the order in which it needs them."""
+    """A process that wants pieces. wants: their sizes and when it first wanted them, in the order of its reads."""
 
     def __init__(self, name: str) -> None:
         self.name, self.node, self.room, self.seen = name, "", 0, 0.0
@@ -54,8 +61,10 @@ class Process:
 
 
 class Answer:
-    """What a process does about pieces: fetch those in `pieces`, as (key, reference, checksums, owner, seconds); read
-    and share those in `reads`; read those in `stores` for itself. The others are on their way."""
+    """Tells a process what to do about pieces.
+
+    pieces: fetch these from Ray, as (key, reference, checksums, owner, seconds). reads: read these from the store, and
+    share them. stores: read these without sharing them. Other pieces are on their way."""
 
     def __init__(self) -> None:
         self.pieces: list[tuple[Key, list[Any], bytes, str, float]] = []
@@ -67,11 +76,34 @@ class Directory:
     """The actor. All methods run in one event loop."""
 
     def __init__(self) -> None:
-        self.pieces: OrderedDict[Key, Piece] = OrderedDict()  # the longest unused first
+        self.pieces: OrderedDict[Key, Piece] = OrderedDict()  # least recently used first
         self.leases: dict[Key, Lease] = {}
         self.processes: dict[str, Process] = {}
         self.readers: dict[str, dict[str, float]] = {}  # when each node last wanted a piece of an object
         self.used: dict[str, int] = {}  # bytes of pieces and leases by node
+        self.alive: dict[str, float] = {}  # when each process last called
+        self.watch: asyncio.Future[None] | None = None
+
+    async def note_alive(self, process: str) -> None:
+        """Records that a process is alive. Idle processes call this, so that their pieces are kept."""
+        self.alive[process] = time.monotonic()
+        if self.watch is None:
+            self.watch = asyncio.ensure_future(self._end_unused())
+
+    async def _end_unused(self) -> None:
+        while self.alive:
+            await asyncio.sleep(SILENCE / 10)
+            limit = time.monotonic() - SILENCE
+            for name in [name for name, last in self.alive.items() if last < limit]:
+                del self.alive[name]
+                await self.drop(None, name)
+        self.watch = None
+        self.end_actor()
+
+    def end_actor(self) -> None:
+        """Ends the actor for good. Otherwise Ray would restart it."""
+        ray: Any = import_module("ray")
+        ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
 
     async def add_wants(self, process: str, wants: list[tuple[str, int, int]]) -> None:
         """Adds pieces, as (name, number, size), to those of a running `take_work`."""
@@ -84,10 +116,11 @@ class Directory:
     async def take_work(
         self, process: str, node: str, room: int, wants: list[tuple[str, int, int]], reads: list[Key], has: list[Key]
     ) -> tuple[list[Any], list[Key], list[Key]]:
-        """Waits until a process can do something about the pieces that it wants, and returns the parts of an Answer.
+        """Waits until a process can do something about the pieces that it wants. Returns the fields of an Answer.
 
-        room: the most bytes of pieces on the node. wants: pieces as (name, number, size). reads: its leases, which
-        this renews. has: pieces that its node has received."""
+        room: the largest total size of the pieces that the node may share. wants: pieces as (name, number, size).
+        reads: the leases of the process, which this renews. has: pieces that the node has received."""
+        await self.note_alive(process)
         began = time.monotonic()
         one = self.processes.setdefault(process, Process(process))
         one.node, one.room, before = node, room, one.wants
@@ -157,8 +190,8 @@ class Directory:
         self._notify(key, lease.process)
 
     def _make_room(self, node: str, size: int, room: int, now: float) -> bool:
-        # Drops the longest unused pieces of the node: those of objects that no node reads, and those that all readers
-        # of their object have.
+        # Drops the node's least recently used pieces: only those of objects that no node reads, and those that all
+        # readers of their object have.
         if size > room:
             return False
         if self.used.get(node, 0) + size <= room:
@@ -175,16 +208,15 @@ class Directory:
         piece = self.pieces.pop(key)
         self.used[piece.node] -= piece.size
 
-    async def put(
-        self, key: Key, size: int, process: str, node: str, refs: list[Any], sums: bytes, seconds: float
-    ) -> None:
-        """Shares a piece that a process has read. refs: a list with one reference, which keeps Ray from fetching it."""
-        if key in self.leases:
+    async def put(self, key: Key, process: str, refs: list[Any], sums: bytes, seconds: float) -> None:
+        """Shares a piece that a process has read. Does nothing if the process has no lease of the piece.
+
+        refs: a list with one reference. Ray would fetch the object of a reference that is not in a list."""
+        lease = self.leases.get(key)
+        if lease is not None and lease.process == process:
             self._end_lease(key)
-        if key not in self.pieces:
-            self.pieces[key] = Piece(refs, sums, process, node, size, seconds)
-            self.used[node] = self.used.get(node, 0) + size
-        self._notify(key, process)
+            self.pieces[key] = Piece(refs, sums, process, lease.node, lease.size, seconds)
+            self.used[lease.node] += lease.size
 
     async def fail(self, key: Key, process: str) -> None:
         """Ends the lease of a process that could not read the piece."""
@@ -192,14 +224,15 @@ class Directory:
             self._end_lease(key)
 
     async def drop(self, keys: Iterable[Key] | None, process: str) -> None:
-        """Forgets pieces that are lost or wrong, unless another process has replaced them. process: the owner; it has
-        ended if keys is None."""
+        """Forgets pieces that are lost or wrong, unless another process has replaced them.
+
+        keys: None if the owner has ended. process: the owner."""
         for key in list(self.pieces if keys is None else keys):
             if key in self.pieces and self.pieces[key].process == process:
                 self._drop(key)
 
     async def leave(self, name: str, node: str) -> None:
-        """Records that a node no longer reads an object."""
+        """Records that a node no longer reads an object. name: the name of the object's state."""
         nodes = self.readers.get(name, {})
         nodes.pop(node, None)
         if not nodes:

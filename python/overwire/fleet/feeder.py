@@ -1,12 +1,13 @@
 """Supplies the engine with pieces of objects through Ray: reads this node's pieces from the store, and shares them.
 
 Each piece is handled by one thread, from the engine's question to the answer. The engine does not wait for a late
-answer, so every fault here ends with the engine reading its store.
+answer. After a fault here it reads its store.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import pickle
 import time
@@ -30,30 +31,31 @@ if TYPE_CHECKING:
     from .._requests import FedEvent
 
 #: The namespace in Ray, and the name of the directory, which changes with its methods.
-NAMESPACE, DIRECTORY = "overwire", "directory-2"
+NAMESPACE, DIRECTORY = "overwire", "directory-3"
 
-# How many threads handle pieces, how many of them read from the store, and the most pieces that the engine asks for
-# before it reads them.
+# The number of threads that handle pieces, how many of them may read from the store at once, and the largest number of
+# pieces that the engine asks for before it reads them.
 _PIECES, _READS, _AHEAD = 4, 2, 16
 
-# Seconds: the most for the first answer of the directory, and for later ones.
-_START, _PATIENCE = 30.0, 5.0
+# Limits in seconds for the first answer of the directory and for later ones, and the interval between calls that tell
+# it that an idle process is alive.
+_START, _PATIENCE, _BEAT = 30.0, 5.0, 60.0
 
-# Seconds that the engine waits at least for a piece that is on its way. A piece that Ray transfers may take as long as
-# several reads of the node that read it from the store, because all nodes share its link.
+# The engine waits at least _WAIT seconds for a piece that is on its way. A transfer by Ray may take as long as several
+# reads of a piece from the store, because the nodes that fetch from one node share its link.
 _WAIT, _READS_LONG = 2.0, 4
 
 # Sharing a piece should take no longer than this, in seconds. Ray takes longer if it has to spill other objects first.
 _SHARE = 5.0
 
-# Milliseconds that one wait for events takes.
+# The longest wait for events, in milliseconds.
 _EVENTS = 1000
 
 Piece = tuple[int, int]  # the numbers of a file and of one of its pieces
 
 
 def find_directory(ray: Any) -> Any:
-    """Returns the cluster's directory, which this starts if there is none."""
+    """Returns the cluster's directory. Starts it if there is none."""
     ray.cloudpickle.register_pickle_by_value(directory)  # the actor needs no overwire
     try:
         kind = ray.remote(directory.Directory)
@@ -66,15 +68,15 @@ def find_directory(ray: Any) -> Any:
 
 
 class Feeder:
-    """The supplier of this process. ray: the module. piece: the size of a piece in bytes. room: the most bytes of
-    pieces on this node."""
+    """The supplier of this process. ray: the module. piece: the size of a piece in bytes. room: the largest total size
+    of the pieces that this node may share."""
 
     def __init__(self, ray: Any, piece: int, room: int) -> None:
         self._ray, self._room = ray, room
-        self._directory = find_directory(ray)
-        ray.get(self._directory.counts.remote(), timeout=_START)  # a new actor starts in some seconds
         self._node: str = ray.get_runtime_context().get_node_id()
         self._process = f"{self._node} {os.getpid()}"
+        self._directory = find_directory(ray)
+        ray.get(self._directory.note_alive.remote(self._process), timeout=_START)  # a new actor starts in some seconds
         self._memory: dict[Piece, Any] = {}  # of the pieces that the engine uses
         self._owners: dict[Piece, str] = {}  # of all pieces that it has used
         self._asked: dict[Piece, FedEvent] = {}  # the engine's open questions
@@ -93,14 +95,12 @@ class Feeder:
             start_thread(Thread(target=run, name="overwire-ray", daemon=True).start)
 
     def stop(self) -> None:
-        """Makes the engine read only from stores. On return it uses no memory of pieces."""
-        try:
+        """Makes the engine read only from stores. On return, the engine uses no memory of pieces."""
+        with contextlib.suppress(OverwireError):
             _verbs.feed_close(self._feed)
-        except OverwireError:
-            pass
 
     def _say(self, what: str, why: object, event: FedEvent | None = None) -> None:
-        # Logs one line for each kind of fault and object. An error of Ray may quote anything, so its text is left out.
+        # Logs one line for each kind of fault and object. Ray's errors may quote anything, so their text is left out.
         kind = what if event is None else f"{what} {event['name']}"
         if kind not in self._said:
             self._said.add(kind)
@@ -152,7 +152,7 @@ class Feeder:
         elif what == "late":
             self._say("is late", "the store would be faster", event)
         elif what == "alone":
-            self._say("does not arrive", "no more pieces are asked for", event)
+            self._say(f"pieces of {event['uri']} do not arrive in time", "no more of them are requested")
         if what in ("alone", "close"):
             self._directory.leave.remote(event["name"], self._node)
 
@@ -166,7 +166,8 @@ class Feeder:
                 if not (wants or leases or has):
                     self._todo.clear()
             if not (wants or leases or has):
-                self._todo.wait()
+                if not self._todo.wait(_BEAT):
+                    self._note_alive()
                 continue
             try:
                 keys = [(one["name"], one["piece"], one["bytes"]) for one in wants]
@@ -189,15 +190,21 @@ class Feeder:
                 self._start(key, self._decline, True)
             self._extend()
 
+    def _note_alive(self) -> None:
+        # A call after ray.shutdown() would start a new cluster. If the directory is lost, the next load finds out.
+        with contextlib.suppress(Exception):
+            if self._ray.is_initialized():
+                self._directory.note_alive.remote(self._process)
+
     def _find_again(self) -> None:
         try:
             self._directory = find_directory(self._ray)
-            self._ray.get(self._directory.counts.remote(), timeout=_START)
+            self._ray.get(self._directory.note_alive.remote(self._process), timeout=_START)
         except Exception:
             time.sleep(1)  # the engine reads its store
 
     def _start(self, key: directory.Key, work: Callable[[FedEvent], object], for_all: bool) -> bool:
-        """Lets threads work on the questions for a piece, or on one of them. Returns whether there are any."""
+        """Lets threads work on all questions for a piece, or on one of them. Returns whether there are any."""
         with self._lock:
             events = [one for piece, one in self._asked.items()
                       if piece not in self._busy and (one["name"], one["piece"]) == key]  # fmt: skip
@@ -234,7 +241,7 @@ class Feeder:
         file, number = event["file"], event["piece"]
         if memory is not None:
             address, size, holder = buffer_of(memory)
-        with self._lock:  # the event that frees the memory waits
+        with self._lock:  # so that "free" is handled after the memory is recorded
             if self._asked.pop((file, number), None) is None:
                 return
             if memory is None:
@@ -248,12 +255,13 @@ class Feeder:
         self._set_free(event)
 
     def _fetch(self, event: FedEvent, refs: list[Any], sums: bytes, owner: str, seconds: float) -> None:
-        # Starts to get a piece that another process has read. No thread waits in ray.get, which would keep this
-        # process's ray.put waiting.
-        if not sums:  # the engine would trust a piece without checksums
+        # Starts to fetch a piece that another process has read. No thread waits in ray.get, because a ray.put of this
+        # process would then wait as well.
+        if not sums:  # the engine does not check a piece without checksums
             self._answer(event)
             return
-        _verbs.feed_wait(self._feed, event["file"], event["piece"], int(max(_WAIT, _READS_LONG * seconds) * 1000))
+        wait = min(max(_WAIT, _READS_LONG * seconds), directory.PATIENCE)  # another process chose `seconds`
+        _verbs.feed_wait(self._feed, event["file"], event["piece"], int(wait * 1000))
         future = refs[0].future()
         future.add_done_callback(
             lambda future: self._work.put(partial(self._serve, partial(self._use, future, sums, owner), event))
@@ -291,7 +299,7 @@ class Feeder:
             del holder
             with self._lock:
                 self._leases.discard(key)
-            self._directory.put.remote(key, size, self._process, self._node, [ref], sums, after - began)
+            self._directory.put.remote(key, self._process, [ref], sums, after - began)
             if time.monotonic() - after > _SHARE:
                 self._room = 0
                 self._say("Ray's object store is full or slow", "this process shares no more pieces")
