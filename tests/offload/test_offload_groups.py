@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import warm
 from conftest import ROOT, cleaned
+from overwire import gpu
 from overwire.offloading import sharing
 from test_offload import Model, outputs
 from test_offload_streams import Device, device  # noqa: F401
@@ -63,20 +64,26 @@ class Buffers(sharing.BlockGroup):
         self.coming.append((memory.number, at))
 
     def take_block(self, memory: Any, stream: int) -> int:
-        number, at = self.coming.pop(0)
-        assert number == memory.number, "another block is older"
-        self.calls.streams[stream].wait_stream(self.copying)
-        return self.buffers[at].data_ptr()
+        with self._going_on(self._names[memory.number]):
+            number, at = self.coming.pop(0)
+            assert number == memory.number, "another block is older"
+            self.calls.streams[stream].wait_stream(self.copying)
+            return self.buffers[at].data_ptr()
+
+
+@pytest.fixture
+def buffers(device: Device, monkeypatch: pytest.MonkeyPatch) -> type[Buffers]:  # noqa: F811
+    monkeypatch.setattr(Buffers, "calls", device, raising=False)
+    monkeypatch.setattr(sharing, "BlockGroup", Buffers)
+    return Buffers
 
 
 @pytest.mark.parametrize("slots", [1, 2, 3])
 @pytest.mark.parametrize("where", ["host", "auto"])
 def test_blocks_arrive_in_buffers(
-    device: Device, group: Any, monkeypatch: pytest.MonkeyPatch, slots: int, where: Any, seed: int  # noqa: F811
+    buffers: type[Buffers], group: Any, slots: int, where: Any, seed: int
 ) -> None:
     """Outputs are right in every order of the blocks, even if blocks that were copied ahead do not run next."""
-    monkeypatch.setattr(Buffers, "calls", device, raising=False)
-    monkeypatch.setattr(sharing, "BlockGroup", Buffers)
     model, dice = Model(), random.Random(seed)
     reference = copy.deepcopy(model)
     room = 150_000 if where == "auto" else None
@@ -87,3 +94,31 @@ def test_blocks_arrive_in_buffers(
             model.order = reference.order = list(order)
             assert torch.equal(outputs(model), outputs(reference))
     assert all(map(torch.equal, model.parameters(), reference.parameters()))
+
+
+@pytest.mark.parametrize("error", [ow.DeviceError, KeyboardInterrupt])
+@pytest.mark.parametrize("step", ["decode", "take_block", "fetch_part"])
+def test_errors_while_a_block_arrives(
+    buffers: type[Buffers], group: Any, monkeypatch: pytest.MonkeyPatch, step: str, error: type[BaseException]
+) -> None:
+    """After an error or Ctrl-C at any step of loading a block, each later run raises and names a block, because the
+    ranks are out of step. close restores every byte."""
+    model = Model()
+    before, owner = copy.deepcopy(model), gpu if step == "decode" else buffers
+    with ow.offload(model, "cpu", group=group):
+        outputs(model)
+        done = getattr(owner, step)
+
+        def fail(*given: Any, **more: Any) -> Any:
+            if step != "decode":  # Ctrl-C between this call and the next line
+                done(*given, **more)
+            raise error("stopped")
+
+        with monkeypatch.context() as patch, pytest.raises(error):
+            patch.setattr(owner, step, fail)
+            outputs(model)
+        for order in ([0, 1, 2, 3, 4], [4, 3, 2, 1, 0], [0, 1, 2, 3, 4]):
+            model.order = order
+            with pytest.raises(ow.IOFailure, match=r"block 'layers\.\d'.*after an earlier error: stopped"):
+                outputs(model)
+    assert all(map(torch.equal, model.parameters(), before.parameters()))

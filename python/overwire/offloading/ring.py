@@ -25,6 +25,7 @@ import torch
 
 from .. import gpu
 from .._locks import new_lock
+from .._undo import tell_error
 from ..errors import NotSupportedError
 from ..frameworks.torch import _errors_of
 from .stored import SharedMemory, StoredBlock, StoredMemory, decode_on_host
@@ -333,8 +334,9 @@ class _GPUCarrier:
             if self._group is not None and isinstance(memory, SharedMemory):
                 if len(self._coming) == self._buffers:
                     self._decode_oldest()
-                self._group.fetch_part(memory, self._decoding.cuda_stream)
-                self._coming.append((memory, block, slot))
+                with tell_error(self._group.leave_step):  # the group's copies must be those in `_coming`
+                    self._group.fetch_part(memory, self._decoding.cuda_stream)
+                    self._coming.append((memory, block, slot))
             elif memory.is_on_device:
                 memory.tensor.record_stream(self._decoding)
                 self._decode_block(block, slot, memory.address)
@@ -349,9 +351,10 @@ class _GPUCarrier:
     def _decode_oldest(self) -> None:
         assert self._group is not None
         memory, block, slot = self._coming[0]
-        source = self._group.take_block(memory, self._decoding.cuda_stream)
-        self._coming.popleft()
-        self._decode_block(block, slot, source)
+        with tell_error(self._group.leave_step):  # after an error the slot waits for ever, and each run of it raises
+            source = self._group.take_block(memory, self._decoding.cuda_stream)
+            self._decode_block(block, slot, source)
+            self._coming.popleft()
 
     def _decode_block(self, block: StoredBlock, slot: Slot, source: int) -> None:
         # source: the address of the stored bytes on the device.
