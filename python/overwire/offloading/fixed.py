@@ -184,7 +184,7 @@ def stream_blocks(
     return offloaded
 
 
-def _forward_of(block: Block, offloaded: FixedBlocks) -> Any:
+def _forward_of(block: Block, owner: FixedBlocks) -> Any:
     # Returns a forward with the operator, which compilers trace. It keeps the offloaded weights as long as the model.
     forward, name = block.module.forward, block.name
 
@@ -194,5 +194,5 @@ def _forward_of(block: Block, offloaded: FixedBlocks) -> Any:
         torch.ops.overwire.next_block(tensors, name)
         return forward(*args, **kwargs)
 
-    run_block.__dict__["offloaded"] = offloaded
+    run_block.__dict__["owner"] = owner
     return run_block
