@@ -180,8 +180,8 @@ class Ring:
 
     def _slots_of(self, at: int) -> list[Slot]:
         # The slot with the block's weights, and in a group also the slot that the ring has for a block that has left.
-        left = [self._left[at]] if at in self._left else []
-        return left + [slot for slot in self._slots if slot.block == at]
+        slots = [slot for slot in self._slots if slot.block == at]
+        return [self._left[at], *slots] if at in self._left else slots
 
     def _slot_of(self, at: int) -> Slot | None:
         return next(iter(self._slots_of(at)), None)
@@ -213,12 +213,12 @@ class Ring:
             if slot in self._slots:
                 return True
         elif at not in self._left:
-            new = [self._make_slot()] if self._is_shared else []
+            slots = [self._make_slot()] if self._is_shared else []
             index = self._slots.index(slot)
-            self._slots[index : index + 1] = new
+            self._slots[index : index + 1] = slots
             self._left[at] = slot
             self.nbytes += self._slot_bytes
-            for spare in new:  # last, because Ctrl-C may come before
+            for spare in slots:  # last, because Ctrl-C may come before
                 spare.ready, spare.block = slot.ready, at
         self._carrier.leave(slot)
         return is_empty
