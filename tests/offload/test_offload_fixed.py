@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import random
+import weakref
 from typing import Any
 
 import overwire as ow
@@ -146,6 +148,25 @@ def test_a_second_model_of_the_same_names() -> None:
         expected = outputs(other)
         assert torch.equal(outputs(model), expected)
     with streamed(other):
+        assert torch.equal(outputs(other), expected)
+
+
+def test_a_model_that_is_deleted_without_close() -> None:
+    """The model runs without its handle. When it is deleted, its memory is freed, and its names can be used again."""
+    model = Model()
+    expected = outputs(model)
+    stored = [weakref.ref(one.stored.memory) for one in streamed(model)._away]
+    gc.collect()
+    assert len(stored) == 5 and all(memory() is not None for memory in stored)
+    assert torch.equal(outputs(model), expected)
+    del model
+    gc.collect()
+    assert all(memory() is None for memory in stored)
+    with pytest.raises(ow.NotSupportedError, match=r"layers\.0: its model was deleted"):
+        torch.ops.overwire.next_block([], "layers.0")
+    for _ in range(2):  # the second time, the model before is deleted but not collected yet
+        other = Model()
+        streamed(other)
         assert torch.equal(outputs(other), expected)
 
 

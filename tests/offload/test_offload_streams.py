@@ -114,7 +114,8 @@ class Device:
         monkeypatch.setattr(torch.cuda, "Stream", Stream)
         monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self.computing())
-        monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
+        recorded: list[torch.Tensor] = []  # work that nothing waits for may still write to them
+        monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: recorded.append(tensor))
         monkeypatch.setattr(gpu, "copy", self.copy)
         monkeypatch.setattr(gpu, "pack_streams", list)
         monkeypatch.setattr(gpu, "decode", self.decode)

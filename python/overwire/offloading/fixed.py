@@ -10,6 +10,8 @@ of a model, as in vLLM's piecewise graphs. In a capture it raises an error.
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -31,13 +33,28 @@ if TYPE_CHECKING:
 #: The operator's name, for lists of operators at which a compiler divides a model.
 OPERATOR = "overwire::next_block"
 
-# The ring and the number of each streamed block, by name. Compiled code is stored on disk with the names.
-_places: dict[str, tuple[FixedRing, int]] = {}
+# The owner and the number of each streamed block, by name. Compiled code is stored on disk with the names. Only the
+# model and its user keep the owner alive.
+_places: dict[str, tuple[weakref.ref[FixedBlocks], int]] = {}
 
 
 def _load_next_block(tensors: list[torch.Tensor], name: str) -> None:
-    if (place := _places.get(name)) is not None:
-        place[0].load_next(place[1])
+    if (place := _places.get(name)) is None:
+        return
+    if (owner := place[0]()) is None:
+        raise NotSupportedError(f"overwire: offload: {name}: its model was deleted, and its weights with it")
+    if (ring := owner._ring) is None or not ring._blocks:
+        raise NotSupportedError(
+            f"overwire: offload: {name}: its weights were not restored: call Offloaded.close() again"
+        )
+    ring.load_next(place[1])
+
+
+def _is_streamed(name: str) -> bool:
+    # Forgets a block if its model was deleted without `close`.
+    if name in _places and _places[name][0]() is None:
+        del _places[name]
+    return name in _places
 
 
 _library: Any = torch.library.Library("overwire", "FRAGMENT")  # type: ignore[no-untyped-call]
@@ -68,10 +85,6 @@ class FixedRing(Ring):
             raise NotSupportedError(
                 f"overwire: offload: {self._names[at]}: a CUDA graph cannot capture streamed weights: it has to begin "
                 f"after the operator {OPERATOR}"
-            )
-        if not self._blocks:
-            raise NotSupportedError(
-                f"overwire: offload: {self._names[at]}: its weights were not restored: call Offloaded.close() again"
             )
         with self.lock:
             self._end_run()
@@ -111,6 +124,8 @@ class FixedBlocks(Offloaded):
     """A model with streamed blocks in fixed slots. Between runs, parameters have the bytes of any block in their
     slot."""
 
+    _ring: FixedRing | None
+
     def __init__(self, device: torch.device, inference: bool) -> None:
         super().__init__(device, inference)
         self._forwards: list[tuple[Block, Any]] = []  # each block, with the forward that was in its __dict__
@@ -118,13 +133,15 @@ class FixedBlocks(Offloaded):
     def _encode_blocks(
         self, blocks: list[Block], staying: set[int], limit: int, source: Source | None, tiers: Tiers
     ) -> None:
+        if any(_is_streamed(block.name) for block in blocks):
+            gc.collect()  # a deleted model and its blocks refer to each other
         for block in blocks:
-            if block.name in _places:
+            if _is_streamed(block.name):
                 raise ArgumentError(f"overwire: offload: {block.name}: a block of this name is streamed already")
         super()._encode_blocks(blocks, staying, limit, source, tiers)
         for block in blocks:  # also for those that stay, so that compiled code does not depend on which ones do
             self._forwards.append((block, block.module.__dict__.get("forward")))
-            block.module.__dict__["forward"] = _forward_of(block)
+            block.module.__dict__["forward"] = _forward_of(block, self)
 
     def _run_by(self, slots: int) -> None:
         if not self._away:
@@ -134,7 +151,7 @@ class FixedBlocks(Offloaded):
         for at, one in enumerate(self._away):
             for weight, view in zip(one.block.weights, ring.views[at], strict=True):
                 bring(weight.parameter, view)
-            _places[one.block.name] = ring, at
+            _places[one.block.name] = weakref.ref(self), at
 
     def _put_back(self) -> None:
         super()._put_back()
@@ -167,8 +184,8 @@ def stream_blocks(
     return offloaded
 
 
-def _forward_of(block: Block) -> Any:
-    # Returns a forward with the operator, which compilers trace.
+def _forward_of(block: Block, owner: FixedBlocks) -> Any:
+    # Returns a forward with the operator, which compilers trace. It keeps the offloaded weights as long as the model.
     forward, name = block.module.forward, block.name
 
     def run_block(*args: Any, **kwargs: Any) -> Any:
@@ -177,4 +194,5 @@ def _forward_of(block: Block) -> Any:
         torch.ops.overwire.next_block(tensors, name)
         return forward(*args, **kwargs)
 
+    run_block.__dict__["owner"] = owner
     return run_block

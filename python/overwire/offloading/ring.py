@@ -9,6 +9,10 @@ is decoded when it is needed.
 If something still uses a slot's memory after a run, the slot is never written again. It leaves the ring together with
 its block, and is freed when nothing uses it. The ring gets a new slot instead.
 
+The rings of a group have to load the same blocks in the same order. If a slot leaves one of them, the new slot takes
+its position and counts as the block's slot. The block is also loaded whenever the other rings load it, and the copy is
+not used. When nothing uses the old slot any more, it returns.
+
 Several threads may share a ring. Each holds the slots of the blocks that it is running. If all slots are held, a thread
 waits for one to be released.
 """
@@ -25,6 +29,7 @@ import torch
 
 from .. import gpu
 from .._locks import new_lock
+from .._undo import tell_error
 from ..errors import NotSupportedError
 from ..frameworks.torch import _errors_of
 from .stored import SharedMemory, StoredBlock, StoredMemory, decode_on_host
@@ -74,6 +79,7 @@ class Ring:
     ) -> None:
         self._blocks = blocks
         self._device = device
+        self._is_shared = group is not None
         self._vacate = vacate or (lambda at: True)
         self._inference = torch.is_inference_mode_enabled()  # whether to create tensors in inference mode
         #: The lock for all changes of the ring. Callers may hold it around several changes.
@@ -101,7 +107,7 @@ class Ring:
         thread = threading.get_ident()
         with self.lock:
             self._drop_stale_holds()
-            while (slot := self._slot_of(at) or self._fetch_block(at)) is None:
+            while not self._is_loaded(at) and self._fetch_block(at) is None:
                 if self._drop_stale_holds():
                     continue
                 self._waiting[thread] = at
@@ -120,12 +126,15 @@ class Ring:
             self._previous[thread] = at
             if self._carrier.ahead:
                 self._fetch_following(at)
-            self._carrier.await_ready(slot)
-            if at not in slot.views:
+            slots = self._slots_of(at)
+            for slot in slots:
+                self._carrier.await_ready(slot)
+            if at not in slots[0].views:
                 with torch.inference_mode(self._inference), torch.no_grad():
-                    slot.views[at] = [place.view(slot.memory) for place in self._blocks[at].places]
-            slot.holds.append(Hold(thread, frame, self._carrier.stream()))  # last, because a step above may fail
-        return slot
+                    slots[0].views[at] = [place.view(slots[0].memory) for place in self._blocks[at].places]
+            for slot in slots:  # last, because a step above may fail
+                slot.holds.append(Hold(thread, frame, self._carrier.stream()))
+        return slots[0]
 
     def release(self, at: int) -> bool:
         """Ends this thread's run of block `at`. The slot can be filled again after the queued work of the current
@@ -136,8 +145,10 @@ class Ring:
             own_holds = [hold for hold in slot.holds if hold.thread == thread] if slot is not None else []
             if slot is None or not own_holds:
                 return False
-            slot.holds.remove(own_holds[-1])
-            self._carrier.mark_read(slot, self._carrier.stream())
+            for one in self._slots_of(at):
+                if own_holds[-1] in one.holds:
+                    one.holds.remove(own_holds[-1])
+                    self._carrier.mark_read(one, self._carrier.stream())
             self.lock.notify_all()
             return not slot.holds and self._empty_slot(slot)
 
@@ -167,8 +178,17 @@ class Ring:
             self._free_left()
             self._blocks = ()  # so that restoring a block frees its stored bytes
 
+    def _slots_of(self, at: int) -> list[Slot]:
+        # The slot with the block's weights, and in a group also the slot that the ring has for a block that has left.
+        slots = [slot for slot in self._slots if slot.block == at]
+        return [self._left[at], *slots] if at in self._left else slots
+
     def _slot_of(self, at: int) -> Slot | None:
-        return next((slot for slot in self._slots if slot.block == at), None) or self._left.get(at)
+        return next(iter(self._slots_of(at)), None)
+
+    def _is_loaded(self, at: int) -> bool:
+        # In a group, a block that has left one ring is loaded if it is in the others.
+        return any(slot.block == at for slot in self._slots) or not self._is_shared and at in self._left
 
     def _make_slot(self) -> Slot:
         with _errors_of(str(self._device), self._slot_bytes), torch.inference_mode(self._inference), torch.no_grad():
@@ -180,27 +200,37 @@ class Ring:
         # Removes a block that is not running from its slot, and returns whether it did. If the block has to stay,
         # removes the slot from the ring.
         at = slot.block
-        if at is None:
+        if at is None or self._left.get(at, slot) is not slot:
             return True
         if is_empty := self._vacate(at):
-            if self._left.pop(at, None) is None:
+            if at not in self._left:
                 return True
             self.nbytes -= self._slot_bytes
+            for spare in self._slots_of(at)[1:]:  # its bytes may never have been loaded
+                self._carrier.return_slot(slot)
+                self._slots[self._slots.index(spare)] = slot
+            del self._left[at]
+            if slot in self._slots:
+                return True
         elif at not in self._left:
-            self._slots.remove(slot)
+            slots = [self._make_slot()] if self._is_shared else []
+            index = self._slots.index(slot)
+            self._slots[index : index + 1] = slots
             self._left[at] = slot
             self.nbytes += self._slot_bytes
+            for spare in slots:  # last, because Ctrl-C may come before
+                spare.ready, spare.block = slot.ready, at
         self._carrier.leave(slot)
         return is_empty
 
-    def _free_left(self) -> None:
-        for slot in list(self._left.values()):
-            if not slot.holds:
+    def _free_left(self, spare: Sequence[int] = ()) -> None:
+        for at, slot in list(self._left.items()):
+            if not slot.holds and at not in spare:
                 self._empty_slot(slot)
 
     def _fetch_block(self, at: int, spare: Sequence[int] = ()) -> Slot | None:
         # Loads a block into a free slot without a block in `spare`. Returns the slot, or None if there is none.
-        self._free_left()
+        self._free_left(spare)
         slot = self._free_slot(spare)
         if slot is None:
             return None
@@ -211,9 +241,12 @@ class Ring:
         return slot
 
     def _free_slot(self, spare: Sequence[int]) -> Slot | None:
-        for slot in list(self._slots):
-            if not slot.holds and (slot.block is None or slot.block not in spare) and self._empty_slot(slot):
-                return slot
+        for index, slot in enumerate(list(self._slots)):
+            if not slot.holds and (slot.block is None or slot.block not in spare):
+                if self._empty_slot(slot):
+                    return slot
+                if self._is_shared:
+                    return self._slots[index]
         if len(self._slots) == self._count:
             return None
         self._slots.append(self._make_slot())  # replaces a slot that has left the ring
@@ -225,12 +258,12 @@ class Ring:
             block = self._following[block]
             order.append(block)
         for block in order[1:]:
-            if self._slot_of(block) is None and self._fetch_block(block, order) is None:
+            if not self._is_loaded(block) and self._fetch_block(block, order) is None:
                 return
 
     def _is_stuck(self) -> bool:
         # Returns whether every slot is held by a thread that waits for another slot.
-        waiting = {thread for thread, at in self._waiting.items() if self._slot_of(at) is None}
+        waiting = {thread for thread, at in self._waiting.items() if not self._is_loaded(at)}
         return all(any(hold.thread in waiting for hold in one.holds) for one in self._slots)
 
     def _drop_stale_holds(self) -> bool:
@@ -291,6 +324,9 @@ class _HostCarrier:
     def leave(self, slot: Slot) -> None:
         pass
 
+    def return_slot(self, slot: Slot) -> None:
+        pass
+
     def follow_current(self) -> None:
         pass
 
@@ -333,8 +369,9 @@ class _GPUCarrier:
             if self._group is not None and isinstance(memory, SharedMemory):
                 if len(self._coming) == self._buffers:
                     self._decode_oldest()
-                self._group.fetch_part(memory, self._decoding.cuda_stream)
-                self._coming.append((memory, block, slot))
+                with tell_error(self._group.leave_step):  # the group's copies must be those in `_coming`
+                    self._group.fetch_part(memory, self._decoding.cuda_stream)
+                    self._coming.append((memory, block, slot))
             elif memory.is_on_device:
                 memory.tensor.record_stream(self._decoding)
                 self._decode_block(block, slot, memory.address)
@@ -349,9 +386,10 @@ class _GPUCarrier:
     def _decode_oldest(self) -> None:
         assert self._group is not None
         memory, block, slot = self._coming[0]
-        source = self._group.take_block(memory, self._decoding.cuda_stream)
-        self._coming.popleft()
-        self._decode_block(block, slot, source)
+        with tell_error(self._group.leave_step):  # after an error the slot waits for ever, and each run of it raises
+            source = self._group.take_block(memory, self._decoding.cuda_stream)
+            self._decode_block(block, slot, source)
+            self._coming.popleft()
 
     def _decode_block(self, block: StoredBlock, slot: Slot, source: int) -> None:
         # source: the address of the stored bytes on the device.
@@ -404,9 +442,12 @@ class _GPUCarrier:
         # The slot may be freed at any time. The allocator must not reuse its memory before its readers are done.
         for stream in slot.streams:
             slot.memory.record_stream(stream)
-        slot.readers, slot.streams = [], set()
+        slot.readers = []
         address = slot.memory.data_ptr()
         self._tasks = {key: tasks for key, tasks in self._tasks.items() if key[2] != address}
+
+    def return_slot(self, slot: Slot) -> None:
+        slot.readers = [stream.record_event() for stream in slot.streams]
 
     def follow_current(self) -> None:
         # Queued work of the current stream may still use the memory of the staging buffers and slots.

@@ -204,7 +204,7 @@ class BlockGroup:
     @contextmanager
     def _going_on(self, name: str) -> Iterator[None]:
         # The ranks are out of step after any exception.
-        with tell_error(self._leave_step):
+        with tell_error(self.leave_step):
             try:
                 if self._broken:
                     raise IOFailure(f"the group cannot be used after an earlier error: {self._broken}")
@@ -215,7 +215,8 @@ class BlockGroup:
                     "Offloaded.close() restores this rank's weights"
                 ) from error
 
-    def _leave_step(self, error: BaseException) -> None:
+    def leave_step(self, error: BaseException) -> None:
+        """Ends the use of the group after an error on this rank, and tells the other ranks."""
         self._broken = self._broken or _text_of(error)
         if not isinstance(error, IOFailure):  # the other ranks detect the causes of an IOFailure themselves
             _verbs.gather_end(self._handle, 1)
