@@ -30,7 +30,8 @@ test_host_sleep.TEST(Path.cwd())
 
 
 @pytest.mark.parametrize(
-    "name", ["unchanged_tensors", "second_engine", "killed_engines", "store_ends", "entries_stay", "arguments"]
+    "name",
+    ["unchanged_tensors", "second_engine", "killed_engines", "store_ends", "entries_stay", "closed_puts", "arguments"],
 )
 def test_sleep_in_the_host_store(name: str, torch_script: Callable[..., Any]) -> None:
     """The functions of these names say what they check."""
@@ -130,6 +131,18 @@ def engine(tensors: dict[str, torch.Tensor]) -> None:
         assert asleep.stored == 0
         assert private_memory() - before < asleep.shared / 10
     same(tensors, want)
+
+
+def closed_puts(folder: Path) -> None:
+    """No job reads the tensors after close, so their memory can be freed."""
+    with running(folder):
+        for delay in (0.05, 0.1, 0.15):
+            tensors = {"w": torch.ones(96 << 20, dtype=torch.bfloat16)}
+            memory = ow.prepare_sleep(tensors, host=True)
+            time.sleep(delay)
+            memory.close()
+            del tensors, memory  # unmaps the memory
+            time.sleep(0.3)
 
 
 def private_memory() -> int:

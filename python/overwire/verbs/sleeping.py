@@ -336,7 +336,7 @@ class SleepMemory(HandleOwner):
             return  # the jobs belong to the parent
         for device, job in jobs.items():
             _verbs.sleep_return(device)
-            job.free()
+            job.abandon()  # with host, it reads the tensors until it ends
 
     def _add_device(self, device: str, request: PrepareRequest, numbers: bytes) -> None:
         job = Job(_verbs.sleep_prepare(request, numbers), "prepare")
@@ -345,8 +345,9 @@ class SleepMemory(HandleOwner):
 
     def _keep_on_host(self, device: str, to_store: list[_Sleeper], limit: int) -> None:
         digests = _digests_of([one.dense for one in to_store])
-        job = self._jobs[device] = _start_sleep(device, to_store, limit, {"digests": digests, "keep": True}, None)
-        job.number.memory = to_store
+        job = _start_sleep(device, to_store, limit, {"digests": digests, "keep": True}, None)
+        job.keep_memory(to_store)
+        self._jobs[device] = job
         self.nbytes += sum(one.nbytes for one in to_store)
 
     def __repr__(self) -> str:
