@@ -19,7 +19,7 @@ import (
 )
 
 // An ownContainer is a container of this process's tensors. Its name is a cryptographic digest of its bytes, so the
-// store has these bytes under the name, whoever has put them there.
+// store has these bytes under the name, even if another process has put them there.
 type ownContainer struct {
 	name    string
 	front   label // of its header and index

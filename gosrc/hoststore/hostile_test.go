@@ -367,8 +367,8 @@ func TestDigests(t *testing.T) {
 	// Other bytes do not get the name, even with the same header and index.
 	for path, l := range map[string]label{other: {name: name}, kept: {name: name, identity: "x"}} {
 		c := dial(t, s)
-		if _, err := c.putAs(t.Context(), openFile(t, path), l, func(int64) {}, nil); !errors.Is(err, errs.ErrCorrupt) ||
-			!strings.Contains(err.Error(), "match the name") {
+		_, err := c.putAs(t.Context(), openFile(t, path), l, func(int64) {}, nil)
+		if !errors.Is(err, errs.ErrCorrupt) || !strings.Contains(err.Error(), "match the name") {
 			t.Errorf("%+v: %v", l, err)
 		}
 	}
