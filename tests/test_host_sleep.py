@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import overwire as ow
 import pytest
 import torch
@@ -30,7 +31,17 @@ test_host_sleep.TEST(Path.cwd())
 
 
 @pytest.mark.parametrize(
-    "name", ["unchanged_tensors", "second_engine", "killed_engines", "store_ends", "entries_stay", "arguments"]
+    "name",
+    [
+        "unchanged_tensors",
+        "second_engine",
+        "killed_engines",
+        "store_ends",
+        "entries_stay",
+        "closed_puts",
+        "forged_digests",
+        "arguments",
+    ],
 )
 def test_sleep_in_the_host_store(name: str, torch_script: Callable[..., Any]) -> None:
     """The functions of these names say what they check."""
@@ -88,8 +99,8 @@ def unchanged_tensors(folder: Path) -> None:
             assert asleep.nbytes == size and 0 < asleep.stored < one and asleep.shared > 3 * one * 0.6
         same(tensors, want)
         assert len(store.report()["entries"]) == 1
-        alone = {"other": want["w2"].clone(), "again": want["w2"].clone()}
-        with ow.sleep(alone, host=True) as asleep:  # a stored tensor serves one sleeping tensor
+        alone = {"other": want["w2"].clone(), "w2": want["w2"].clone()}
+        with ow.sleep(alone, host=True) as asleep:  # a stored tensor serves the tensor with its name
             assert 0.5 < asleep.stored / asleep.shared < 2
         same(alone, dict.fromkeys(alone, want["w2"]))
 
@@ -130,6 +141,51 @@ def engine(tensors: dict[str, torch.Tensor]) -> None:
         assert asleep.stored == 0
         assert private_memory() - before < asleep.shared / 10
     same(tensors, want)
+
+
+def closed_puts(folder: Path) -> None:
+    """No job reads the tensors after close, so their memory can be freed."""
+    with running(folder):
+        for delay in (0.05, 0.1, 0.15):
+            tensors = {"w": torch.ones(96 << 20, dtype=torch.bfloat16)}
+            memory = ow.prepare_sleep(tensors, host=True)
+            time.sleep(delay)
+            memory.close()
+            del tensors, memory  # unmaps the memory
+            time.sleep(0.3)
+
+
+def forged_digests(folder: Path) -> None:
+    """A stranger's file never replaces tensors that sleep, even if its tensors have their names and digests."""
+    with running(folder) as store:
+        good, path = weights()["w0"], folder / "evil.safetensors"
+        evil = same_digest(good)
+        assert ow.digest(good) == ow.digest(evil) and not torch.equal(good, evil)
+        ow.save_file({"w": evil}, path, digests=True)
+        assert store.command("put", str(path)).returncode == 0
+        assert torch.equal(ow.load_file(path, host=True)["w"], evil) and ow.metrics().host.hits == 1
+        tensors = {"w": good.clone()}
+        for is_kept in (False, True):
+            assert not is_kept or ow.prepare_sleep(tensors, host=True).wait(60)
+            with ow.sleep(tensors, host=True) as asleep:
+                assert (asleep.shared > 0) == is_kept
+            same(tensors, {"w": good})
+
+
+def same_digest(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor with other bytes and the same digest: a sum of mixed words does not depend on their order."""
+    first, second = 0xA54FF53A5F1D36F1, 0xBB67AE8584CAA73B
+
+    def mixed(words: np.ndarray, first: int, second: int) -> np.ndarray:
+        words = (words ^ words >> np.uint64(32)) * np.uint64(first)
+        words = (words ^ words >> np.uint64(32)) * np.uint64(second)
+        return words ^ words >> np.uint64(32)
+
+    words = tensor.view(torch.int16).numpy().view(np.uint64).ravel()
+    steps = np.arange(1, len(words) + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    moved = np.roll(mixed(words + steps, first, second), 1)
+    forged = mixed(moved, pow(second, -1, 1 << 64), pow(first, -1, 1 << 64)) - steps
+    return torch.from_numpy(forged.view(np.int16).reshape(tensor.shape)).view(torch.bfloat16)
 
 
 def private_memory() -> int:

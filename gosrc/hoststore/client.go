@@ -120,10 +120,10 @@ type refusalError struct{ error }
 func (r *refusalError) Unwrap() error { return r.error }
 
 // fetch returns a source of the bytes with a name, or nil if the store does not have them. uri names the source in
-// errors. A size of -1 means any. fetch accepts only a sealed descriptor of the expected size. The header, and for a
-// container also the index, must match the name.
-func (c *Client) fetch(ctx context.Context, l label, size int64, uri string) (source.Source, error) {
-	r, fd, err := c.ask(ctx, request{Op: opGet, Name: l.name}, quick)
+// errors. A size of -1 means any. It accepts only a descriptor with bytes that cannot change and that begin with what
+// front names.
+func (c *Client) fetch(ctx context.Context, name string, front label, size int64, uri string) (source.Source, error) {
+	r, fd, err := c.ask(ctx, request{Op: opGet, Name: name}, quick)
 	if err != nil {
 		return nil, err
 	}
@@ -145,7 +145,7 @@ func (c *Client) fetch(ctx context.Context, l label, size int64, uri string) (so
 	if src.Size() != size && size >= 0 {
 		err = errs.New(errs.ErrCorrupt, "the store sent %d bytes instead of %d", src.Size(), size)
 	} else {
-		err = compareName(ctx, src, l)
+		err = compareName(ctx, src, front)
 	}
 	if err != nil {
 		_ = src.Close()
@@ -189,6 +189,12 @@ func (c *Client) putPaced(ctx context.Context, src source.Source, done func(n in
 	if err != nil || !ok {
 		return "unnamed", err
 	}
+	return c.putAs(ctx, src, l, done, p)
+}
+
+// putAs is like Put for bytes that have a name.
+func (c *Client) putAs(ctx context.Context, src source.Source, l label, done func(n int64), p *pace) (state string,
+	err error) {
 	shown := errs.OneLine(errs.RedactURI(src.URI()))
 	long := time.Minute + time.Duration(src.Size()/(100<<20))*time.Second
 	isAhead, err := p.awaitCore()

@@ -11,21 +11,17 @@ import (
 	"hash"
 	"runtime"
 	"slices"
-	"sync"
 
 	"github.com/zeebo/xxh3"
 	"golang.org/x/sys/unix"
 
 	"github.com/overwire/overwire/gosrc/codec"
-	"github.com/overwire/overwire/gosrc/codec/digest"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/format"
-	"github.com/overwire/overwire/gosrc/format/overwire"
 	"github.com/overwire/overwire/gosrc/internal/regular"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/source/file"
-	"github.com/overwire/overwire/gosrc/stored"
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
@@ -41,26 +37,27 @@ type label struct {
 	identity string // see request.Identity
 }
 
-// labelOf names the bytes of a source. ok is false if they cannot have a name: the file is not safetensors, or is
-// plain and could change without a change of its identity. labelOf reads only a file's header, and a container's index.
+// labelOf names the bytes of a file. ok is false if they cannot have a name: the file is not safetensors, has no
+// identity, or could change without a change of its name. It reads only what the name covers.
 func labelOf(ctx context.Context, src source.Source) (l label, ok bool, err error) {
-	f, identity := src.Facts(), ""
-	if f.Identity.Known() && f.Settled && showsChanges(f) {
-		id := f.Identity
-		text := sha256.Sum256(fmt.Appendf(nil, "%d %d %d %d %d %q %q", id.Device, id.Inode, id.Size, id.Modified,
-			id.Changed, id.Object, id.Pin))
-		identity = hex.EncodeToString(text[:])
+	f := src.Facts()
+	if !f.Identity.Known() {
+		return label{}, false, nil
 	}
-	l, isContainer, err := labelAs(ctx, src, identity)
-	return l, l.name != "" && (isContainer || identity != ""), err
+	id := f.Identity
+	text := sha256.Sum256(fmt.Appendf(nil, "%d %d %d %d %d %q %q", id.Device, id.Inode, id.Size, id.Modified,
+		id.Changed, id.Object, id.Pin))
+	l, isContainer, err := labelAs(ctx, src, hex.EncodeToString(text[:]))
+	return l, l.name != "" && showsChanges(f, isContainer), err
 }
 
-// showsChanges reports whether each change of a plain file changes its identity. In an in-memory file system, writes to
-// a mapping do not change a file's times. In a file-system image such as squashfs, the image's builder has chosen the
-// inode numbers and times. The identity of a remote file does not say which server it is on.
-func showsChanges(f source.Facts) bool {
+// showsChanges reports whether each change of a file changes its name. Writes to a mapping do not change the times of
+// a file in memory, but a container then has another index. Images have inode numbers and times that their builder
+// chose. The identity of a remote file does not say which store it is from, so only containers, which the user has put
+// into the store explicitly, may be remote.
+func showsChanges(f source.Facts, isContainer bool) bool {
 	if f.File == nil {
-		return false
+		return isContainer
 	}
 	var on regular.FileSystem
 	err := f.File.WithFD(func(fd int) (err error) {
@@ -68,11 +65,12 @@ func showsChanges(f source.Facts) bool {
 		return err
 	})
 	images := []string{"squashfs", "erofs", "iso9660", "udf", "vfat", "exfat"}
-	return err == nil && on.Kind != regular.InMemory && !slices.Contains(images, on.Name)
+	return err == nil && (isContainer || f.Settled && on.Kind != regular.InMemory) && !slices.Contains(images, on.Name)
 }
 
-// labelAs names the bytes of a source. A plain file's name depends on identity, a container's does not. The name is ""
-// if the file is not safetensors. A plain file that resembles a container gets a name that no store accepts.
+// labelAs names the bytes of a source with an identity. The name covers the identity, the header, and the index of a
+// container. These do not prove the other bytes: anyone can write another file with the same header and checksums, but
+// not one with the same identity. The name is "" if the file is not safetensors.
 func labelAs(ctx context.Context, src source.Source, identity string) (l label, isContainer bool, err error) {
 	head, err := source.Head(ctx, src)
 	if err != nil || len(head) < 9 || head[8] != '{' {
@@ -94,7 +92,7 @@ func labelAs(ctx context.Context, src source.Source, identity string) (l label, 
 		if n > tensor.MaxIndex || int64(n) > src.Size()-data {
 			return label{}, false, nil
 		}
-		end, identity = end+int64(n), ""
+		end += int64(n)
 	}
 	sum := sha256.New()
 	fmt.Fprintf(sum, "overwire host %d %q %d %d\n", protocol, identity, src.Size(), end)
@@ -118,9 +116,24 @@ func addRest(ctx context.Context, src source.Source, sum hash.Hash, off, end int
 	return nil
 }
 
+// contentName returns the name of a container that does not come from a file: the SHA-256 of the SHA-256 of each block.
+func contentName(ctx context.Context, src source.Source) (string, error) {
+	hash := func(b []byte) []byte {
+		sum := sha256.Sum256(b)
+		return sum[:]
+	}
+	return sumBlocks(ctx, src, nil, hash, func([]byte, int64) error { return nil })
+}
+
+// quickSum returns the XXH3-128 of a block, which shows errors of a copy.
+func quickSum(b []byte) []byte {
+	sum := codec.HashOf(xxh3.Hash128(b))
+	return sum[:]
+}
+
 // copyInto copies the bytes of a source to a memfd, and returns their sum. p may be nil.
 func copyInto(ctx context.Context, fd int, src source.Source, done func(n int64), p *pace) (string, error) {
-	return sumBlocks(ctx, src, p, func(b []byte, off int64) error {
+	return sumBlocks(ctx, src, p, quickSum, func(b []byte, off int64) error {
 		for len(b) > 0 {
 			n := 0
 			err := regular.Again(func() (err error) {
@@ -137,10 +150,11 @@ func copyInto(ctx context.Context, fd int, src source.Source, done func(n int64)
 	})
 }
 
-// sumBlocks reads a source on several workers, and calls use with each block. It returns one SHA-256 over the blocks'
-// XXH3-128 hashes, in order. p may be nil.
-func sumBlocks(ctx context.Context, src source.Source, p *pace, use func(b []byte, off int64) error) (string, error) {
-	sums := make([][16]byte, (src.Size()+block-1)/block)
+// sumBlocks reads all bytes of a source on several workers, and returns the SHA-256 of the hash of each block. use gets
+// each block. p may be nil.
+func sumBlocks(ctx context.Context, src source.Source, p *pace, hash func(b []byte) []byte,
+	use func(b []byte, off int64) error) (string, error) {
+	sums := make([][]byte, (src.Size()+block-1)/block)
 	workers := min(8, runtime.GOMAXPROCS(0))
 	free := make(chan []byte, workers)
 	for range workers {
@@ -158,7 +172,7 @@ func sumBlocks(ctx context.Context, src source.Source, p *pace, use func(b []byt
 		if err := src.ReadAt(ctx, b, off); err != nil {
 			return err
 		}
-		sums[i] = codec.HashOf(xxh3.Hash128(b))
+		sums[i] = hash(b)
 		return use(b, off)
 	}
 	first := 0
@@ -173,39 +187,47 @@ func sumBlocks(ctx context.Context, src source.Source, p *pace, use func(b []byt
 	}
 	all := sha256.New()
 	for i := range sums {
-		_, _ = all.Write(sums[i][:])
+		_, _ = all.Write(sums[i])
 	}
 	return hex.EncodeToString(all.Sum(nil)), err
 }
 
-// checkContents returns an error unless the sealed bytes of fd match the request's name, form a valid file, and match
-// all of its checksums and digests. It returns the digests of a container's tensors if the container has them.
-func checkContents(ctx context.Context, fd int, q *request) ([]digest.Sum, error) {
+// checkContents returns an error unless the sealed bytes of fd have the name of the request, and are a valid file with
+// the right checksums. It decodes nothing, so its cost depends only on the size.
+func checkContents(ctx context.Context, fd int, q *request) error {
 	src, err := file.FromFD(fd, "entry "+q.Name[:12])
 	if err != nil {
-		return nil, err
+		return err
 	}
 	defer src.Close()
 	ix, err := format.Open(ctx, []source.Source{src}, format.Options{Known: codec.Known, Parts: true})
 	if err != nil {
-		return nil, err
+		return err
 	}
 	isContainer := ix.Sources[0].Overwire()
-	if !isContainer && ix.Sources[0].Format != tensor.FormatSafetensors || isContainer != (q.Identity == "") {
-		return nil, errs.New(errs.ErrArgument, "the file's format does not match the request: a plain file needs an "+
-			"identity, a container must not have one")
+	switch {
+	case !isContainer && (ix.Sources[0].Format != tensor.FormatSafetensors || q.Identity == ""):
+		return errs.New(errs.ErrArgument, "the file's format does not match the request: a plain file "+
+			"needs an identity")
+	case q.Identity != "":
+		err = compareName(ctx, src, label{q.Name, q.Identity})
+	default:
+		var now string
+		if now, err = contentName(ctx, src); err == nil && now != q.Name {
+			err = errs.New(errs.ErrCorrupt, "the bytes do not match the name of the entry")
+		}
 	}
-	if err := compareName(ctx, src, label{q.Name, q.Identity}); err != nil {
-		return nil, err
+	if err != nil {
+		return err
 	}
 	if isContainer {
-		return compareSums(ctx, src, ix)
+		return compareChunks(ctx, src, ix, runtime.GOMAXPROCS(0))
 	}
-	sum, err := sumBlocks(ctx, src, nil, func([]byte, int64) error { return nil })
+	sum, err := sumBlocks(ctx, src, nil, quickSum, func([]byte, int64) error { return nil })
 	if err == nil && sum != q.Sum {
 		err = errs.New(errs.ErrCorrupt, "the copied bytes differ from those that the client read")
 	}
-	return nil, err
+	return err
 }
 
 // compareName returns an error unless the header of src, and for a container also the index, match l.
@@ -215,49 +237,6 @@ func compareName(ctx context.Context, src source.Source, l label) error {
 		err = errs.New(errs.ErrCorrupt, "the header does not match the name of the entry")
 	}
 	return err
-}
-
-// compareSums verifies the checksums of all chunks of a container. If the container has digests of its tensors,
-// compareSums also verifies and returns those. That takes longer, because the tensors are decoded.
-func compareSums(ctx context.Context, src source.Source, ix *tensor.Index) ([]digest.Sum, error) {
-	sums, err := overwire.ReadDigests(ix.Sources[0].Mark, len(ix.Tensors))
-	if err != nil {
-		return nil, err
-	}
-	m := stored.Model{Index: ix, Sources: []source.Source{src}}
-	workers := runtime.GOMAXPROCS(0)
-	if sums == nil {
-		return nil, compareChunks(ctx, src, ix, workers)
-	}
-	var spans []stored.Span
-	for i, r := range m.Readers(stored.NewCache(workers)) {
-		if m.Holder(i) == i {
-			spans = stored.AppendSpans(spans, r, i, ix.Tensors[i].Bytes)
-		}
-	}
-	var mu sync.Mutex
-	states := make([]digest.State, len(ix.Tensors))
-	buffers := sync.Pool{New: func() any { return new([]byte) }}
-	err = spawn.Each(ctx, "host store", workers, len(spans), func(k int) error {
-		s, buf, part := &spans[k], buffers.Get().(*[]byte), digest.State{}
-		defer buffers.Put(buf)
-		b, err := s.Read(ctx, buf)
-		if err != nil {
-			return err
-		}
-		part.Add(s.Off, b)
-		mu.Lock()
-		states[s.Number].Merge(part)
-		mu.Unlock()
-		return nil
-	})
-	for i := range sums {
-		if err == nil && states[m.Holder(i)].Sum(ix.Tensors[i].Bytes) != sums[i] {
-			err = &errs.At{Verb: "check", Source: src.URI(), Tensor: ix.Tensors[i].Name, Chunk: -1, Offset: -1,
-				Err: errs.New(errs.ErrCorrupt, "the bytes do not match the digest in the header")}
-		}
-	}
-	return sums, err
 }
 
 // compareChunks verifies the checksums of all chunks of a container.

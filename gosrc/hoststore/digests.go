@@ -1,11 +1,12 @@
 package hoststore
 
-// This file finds tensors in a store by their digests, so that equal tensors in memory need no copy of their own.
+// This file keeps containers of this process's tensors in a store, and finds the tensors there by their digests.
 
 import (
 	"context"
 	"errors"
 	"slices"
+	"sync"
 
 	"github.com/overwire/overwire/gosrc/codec"
 	"github.com/overwire/overwire/gosrc/codec/digest"
@@ -17,15 +18,34 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// A Part is a container from a store. The store has verified all its checksums and digests.
+// An ownContainer is a container of this process's tensors. Its name is a cryptographic digest of its bytes, so the
+// store has these bytes under the name, even if another process has put them there.
+type ownContainer struct {
+	name    string
+	front   label // of its header and index
+	digests map[digest.Sum]bool
+}
+
+// own has the containers that this process has kept, the latest last. Tensors are found only there: anyone can write a
+// file with other tensors that have the same digests.
+var own struct {
+	mu  sync.Mutex
+	all []ownContainer
+}
+
+// maxOwn is how many containers own has. They no longer count if their tensors have changed.
+const maxOwn = 64
+
+// A Part is a container of this process's tensors in a store.
 type Part struct {
 	Source  source.Source
 	Index   *tensor.Index
 	Digests []digest.Sum // of the index's tensors
 }
 
-// FindParts returns containers with those of the wanted tensors that the store has. The caller closes their sources. If
-// the store fails, FindParts logs a notice and returns what it has found so far. A nil Link finds nothing.
+// FindParts returns containers that this process has kept and the store still has, which together have as many of the
+// wanted tensors as possible. The caller closes their sources. If the store fails, FindParts returns what it has found,
+// and logs a notice. A nil Link finds nothing.
 func FindParts(ctx context.Context, l *Link, want []digest.Sum) (parts []Part) {
 	const instead = "the tensors are kept in this process's own memory"
 	if l == nil || len(want) == 0 {
@@ -35,66 +55,52 @@ func FindParts(ctx context.Context, l *Link, want []digest.Sum) (parts []Part) {
 	if client == nil {
 		return nil
 	}
-	missing, names := map[digest.Sum]bool{}, map[string]bool{}
+	missing := map[digest.Sum]bool{}
 	for _, sum := range want {
 		missing[sum] = true
 	}
-	fails := func(err error) []Part {
-		if ctx.Err() == nil {
-			counts.lost.Add(1)
-			l.fail(err, instead)
-		}
-		return parts
-	}
-	for batch := range slices.Chunk(want, maxDigests) {
-		q := request{Op: opFind}
-		for _, sum := range batch {
-			if missing[sum] {
-				q.Digests = append(q.Digests, sum.String())
-			}
-		}
-		if len(q.Digests) == 0 {
+	own.mu.Lock()
+	all := slices.Clone(own.all)
+	own.mu.Unlock()
+	for _, o := range slices.Backward(all) {
+		if !takeFrom(missing, o.digests) {
 			continue
 		}
-		r, err := client.askText(ctx, q, quick)
+		p, err := fetchPart(ctx, client, o)
 		if err != nil {
-			return fails(err)
+			if errors.Is(err, errs.ErrCorrupt) {
+				_, _ = client.Drop(ctx, o.name)
+			}
+			if ctx.Err() == nil {
+				counts.lost.Add(1)
+				l.fail(err, instead)
+			}
+			return parts
 		}
-		for _, name := range r.Names[:min(len(r.Names), maxFound)] {
-			if names[name] || len(name) != nameLength {
-				continue
+		if p == nil { // evicted
+			for sum := range o.digests {
+				missing[sum] = true
 			}
-			names[name] = true
-			p, err := fetchPart(ctx, client, name)
-			if err != nil {
-				if errors.Is(err, errs.ErrCorrupt) {
-					_, _ = client.Drop(ctx, name)
-				}
-				return fails(err)
-			}
-			if p != nil && takeFrom(missing, p.Digests) {
-				p.Source = l.noteUse(p.Source, p.Source.Facts(), name)
-				parts = append(parts, *p)
-			} else if p != nil {
-				_ = p.Source.Close()
-			}
+			continue
 		}
+		p.Source = l.noteUse(p.Source, p.Source.Facts(), o.name)
+		parts = append(parts, *p)
 	}
 	return parts
 }
 
-// takeFrom removes sums from missing, and reports whether missing had any of them.
-func takeFrom(missing map[digest.Sum]bool, sums []digest.Sum) bool {
+// takeFrom removes digests, and reports whether there were some.
+func takeFrom(missing, sums map[digest.Sum]bool) bool {
 	before := len(missing)
-	for _, sum := range sums {
+	for sum := range sums {
 		delete(missing, sum)
 	}
 	return len(missing) < before
 }
 
-// fetchPart returns the container with a name and its digests, or nil if the store does not have that name.
-func fetchPart(ctx context.Context, c *Client, name string) (*Part, error) {
-	src, err := c.fetch(ctx, label{name: name}, -1, "host store entry "+name[:12])
+// fetchPart returns a container, or nil if the store does not have it.
+func fetchPart(ctx context.Context, c *Client, o ownContainer) (*Part, error) {
+	src, err := c.fetch(ctx, o.name, o.front, -1, "host store entry "+o.name[:12])
 	if err != nil || src == nil {
 		return nil, err
 	}
@@ -110,11 +116,33 @@ func fetchPart(ctx context.Context, c *Client, name string) (*Part, error) {
 	return p, nil
 }
 
-// KeepBytes puts a container into the store, unless the store has it or another process is putting it.
-func KeepBytes(ctx context.Context, src source.Source) error {
+// KeepBytes puts a container of this process's tensors into the user's store, unless it has the same bytes or another
+// process is putting them. FindParts then finds the tensors by their digests.
+func KeepBytes(ctx context.Context, src source.Source, digests []digest.Sum) error {
 	path := knob.Host.Get()
 	if path == off {
 		path = auto
 	}
-	return putFile(ctx, path, src, nil)
+	o := ownContainer{digests: map[digest.Sum]bool{}}
+	for _, sum := range digests {
+		o.digests[sum] = true
+	}
+	var err error
+	if o.front, _, err = labelAs(ctx, src, ""); err != nil {
+		return err
+	}
+	if o.name, err = contentName(ctx, src); err != nil {
+		return err
+	}
+	err = putWith(ctx, path, src, func(c *Client) (string, error) {
+		return c.putAs(ctx, src, label{name: o.name}, func(int64) {}, nil)
+	})
+	if err != nil {
+		return err
+	}
+	own.mu.Lock()
+	defer own.mu.Unlock()
+	own.all = slices.DeleteFunc(own.all, func(x ownContainer) bool { return x.name == o.name })
+	own.all = append(own.all[max(0, len(own.all)-maxOwn+1):], o)
+	return nil
 }

@@ -1,9 +1,10 @@
 // Package hoststore keeps the stored bytes of model files in memory for all processes of one user on one machine.
 //
-// A store is a process that owns memfds and maps names to them. The memfds are sealed, so no process can change them. A
-// client sends commands over a Unix socket and receives a descriptor; the bytes never cross the socket. A name is a
-// digest. For a container it covers the header and the index, which has every chunk's checksum. For a plain file it
-// covers the header and the file's identity.
+// A store is a process that owns sealed memfds, which no process can change, and maps names to them. A client sends
+// commands over a Unix socket and receives a descriptor; the bytes never cross the socket. The name of a file is the
+// digest of its identity and of what it begins with: its header, and for a container its index. A header and checksums
+// do not prove the other bytes, because anyone can write another file with the same ones. The name of a container of
+// sleeping tensors, which has no file, is the SHA-256 of all its bytes.
 //
 // If the store does not have a file, a client can put it there: it asks for a writable memfd, copies the file into it,
 // and asks the store to seal it. The store then verifies all checksums before it gives the file to any client. The

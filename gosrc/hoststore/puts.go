@@ -163,12 +163,19 @@ func AwaitPuts(d time.Duration) bool {
 
 // putFile puts a file into the store at path. p is nil if no load reads it.
 func putFile(ctx context.Context, path string, src source.Source, p *pace) error {
+	return putWith(ctx, path, src, func(c *Client) (string, error) {
+		return c.putPaced(ctx, src, func(int64) {}, p)
+	})
+}
+
+// putWith connects to the store at path, and counts what put puts there.
+func putWith(ctx context.Context, path string, src source.Source, put func(c *Client) (string, error)) error {
 	client, err := Dial(ctx, path)
 	if err != nil {
 		return err
 	}
 	defer client.Close()
-	state, err := client.putPaced(ctx, src, func(int64) {}, p)
+	state, err := put(client)
 	if err == nil && state == "kept" {
 		counts.puts.Add(1)
 		counts.putBytes.Add(src.Size())

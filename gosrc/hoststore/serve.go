@@ -295,8 +295,6 @@ func (c *session) run(q *request) (r reply, fd int, err error) {
 		}
 		c.uses[e] = true
 		return reply{Found: true, Size: e.size}, fd, nil
-	case opFind:
-		return reply{Names: t.findNames(q.Digests)}, -1, nil
 	case opPut:
 		return c.put(q)
 	case opSeal:

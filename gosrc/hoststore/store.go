@@ -3,13 +3,11 @@ package hoststore
 // This file implements the table of a store: entries, their memory and the budget.
 
 import (
-	"cmp"
 	"context"
 	"fmt"
 	"maps"
 	"os"
 	"slices"
-	"strings"
 	"sync"
 	"time"
 
@@ -69,9 +67,8 @@ type entry struct {
 	unallocated int64
 	users       int
 	used        time.Time
-	isReady     bool            // sealed and checked
-	digests     map[string]bool // of a container's tensors, if it has them; fixed once isReady
-	isDropped   bool            // no longer in the table
+	isReady     bool // sealed and checked
+	isDropped   bool // no longer in the table
 }
 
 // free frees the memory of an entry, which must not be in the table any more. This can take a while.
@@ -118,30 +115,6 @@ func (t *table) fetch(name string) (*entry, int, error) {
 	e.users++
 	e.used = time.Now()
 	return e, fd, nil
-}
-
-// findNames names the containers that have tensors with any of the digests, sorted by how many they have, most first.
-func (t *table) findNames(digests []string) (names []string) {
-	t.mu.Lock()
-	ready := map[string]*entry{}
-	for name, e := range t.entries {
-		if e.isReady && len(e.digests) > 0 {
-			ready[name] = e
-		}
-	}
-	t.mu.Unlock()
-	matches := map[string]int{}
-	for name, e := range ready {
-		for _, d := range digests {
-			if e.digests[d] {
-				matches[name]++
-			}
-		}
-	}
-	names = slices.SortedFunc(maps.Keys(matches), func(a, b string) int {
-		return cmp.Or(matches[b]-matches[a], strings.Compare(a, b))
-	})
-	return names[:min(len(names), maxFound)]
 }
 
 // release undoes fetch.
@@ -278,8 +251,7 @@ func (t *table) seal(ctx context.Context, e *entry, q *request) error {
 		}
 		return errs.FromOS(os.NewSyscallError("fcntl", err))
 	}
-	sums, err := checkContents(ctx, e.fd, q)
-	if err != nil {
+	if err := checkContents(ctx, e.fd, q); err != nil {
 		return err
 	}
 	fd, err := reopen(e.fd)
@@ -289,10 +261,7 @@ func (t *table) seal(ctx context.Context, e *entry, q *request) error {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	_ = unix.Close(e.fd)
-	e.fd, e.isReady, e.used, e.digests = fd, true, time.Now(), map[string]bool{}
-	for _, sum := range sums {
-		e.digests[sum.String()] = true
-	}
+	e.fd, e.isReady, e.used = fd, true, time.Now()
 	t.counts.Puts++
 	return nil
 }

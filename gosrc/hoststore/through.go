@@ -130,7 +130,7 @@ func (l *Link) replace(ctx context.Context, src source.Source) source.Source {
 	if client == nil {
 		return src
 	}
-	bytes, err := client.fetch(ctx, name, src.Size(), src.URI())
+	bytes, err := client.fetch(ctx, name.name, name, src.Size(), src.URI())
 	switch {
 	case ctx.Err() != nil:
 		return src

@@ -20,20 +20,17 @@ import (
 )
 
 const (
-	protocol   = 1
+	protocol   = 2
 	maxRequest = 16 << 10
 	maxReply   = 32 << 20
 	maxSize    = 1 << 50
 	maxText    = 300 // bytes of a label, an identity or a sum
 	nameLength = 64
-	maxDigests = 256 // in a find
-	maxFound   = 64  // names in the reply to a find
 )
 
 // The commands.
 const (
 	opGet    = "get"
-	opFind   = "find"
 	opPut    = "put"
 	opSeal   = "seal"
 	opList   = "list"
@@ -48,12 +45,10 @@ type request struct {
 	// Size is the number of bytes to put, or the new budget. A budget of 0 changes nothing.
 	Size  int64  `json:"size,omitempty"`
 	Label string `json:"label,omitempty"` // put: the text for the entry in lists
-	// Identity and Sum are for seal, and are empty for a container. Identity identifies a plain file, and is part of
-	// what its name covers. Sum is the digest of all bytes.
+	// Identity and Sum belong to seal, and are empty if the name is the digest of all bytes. Identity is the part of a
+	// file's name that its bytes do not contain. Sum is compared with all bytes of a plain file.
 	Identity string `json:"identity,omitempty"`
 	Sum      string `json:"sum,omitempty"`
-	// Digests are the digests of tensors to find, each as 32 hexadecimal digits.
-	Digests []string `json:"digests,omitempty"`
 }
 
 type reply struct {
@@ -61,11 +56,10 @@ type reply struct {
 	Error string `json:"error,omitempty"`
 	Class string `json:"class,omitempty"`
 	// Found says that the name exists. Writing says that another client is putting it.
-	Found   bool     `json:"found,omitempty"`
-	Writing bool     `json:"writing,omitempty"`
-	Size    int64    `json:"size,omitempty"`
-	Names   []string `json:"names,omitempty"` // find: containers with more of the digests come first
-	Report  *Report  `json:"report,omitempty"`
+	Found   bool    `json:"found,omitempty"`
+	Writing bool    `json:"writing,omitempty"`
+	Size    int64   `json:"size,omitempty"`
+	Report  *Report `json:"report,omitempty"`
 }
 
 // parseRequest parses and checks a request.
@@ -88,13 +82,9 @@ func parseRequest(frame []byte) (q request, err error) {
 	switch q.Op {
 	case opGet, opPut, opSeal, opDrop:
 		isNamed = true
-	case opList, opBudget, opFind:
+	case opList, opBudget:
 	default:
 		return request{}, errs.New(errs.ErrNotSupported, "unknown command %q", errs.OneLine(q.Op[:min(len(q.Op), 30)]))
-	}
-	if len(q.Digests) > maxDigests {
-		return request{}, errs.New(errs.ErrArgument, "a find has %d digests, but at most %d are allowed",
-			len(q.Digests), maxDigests)
 	}
 	if isNamed && (len(q.Name) != nameLength || strings.Trim(q.Name, "0123456789abcdef") != "") {
 		return request{}, errs.New(errs.ErrArgument, "a name must be %d hexadecimal digits", nameLength)

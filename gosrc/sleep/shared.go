@@ -49,40 +49,39 @@ func keepTensors(ctx context.Context, s *sleeper, in []Tensor) error {
 	}
 	defer s.mem.Free()
 	s.report.Shared, s.report.Stored = s.report.Stored, 0
-	return hoststore.KeepBytes(ctx, src)
+	return hoststore.KeepBytes(ctx, src, s.sums)
 }
 
-// A foundPart is a container of the host store, with the names of the sleeping tensors that have the bytes of its
-// tensors: one for each tensor of its index, or "".
+// A foundPart is a container of the host store. isUsed says which tensors of its index are used.
 type foundPart struct {
 	hoststore.Part
-	names []string
+	isUsed []bool
 }
 
-// findParts looks for tensors in the host store, and returns those that it does not have. The caller closes the
-// sources, also after an error.
+// findParts looks for tensors in the host store by name and digest, and returns those that it does not have. The caller
+// closes the sources, also after an error.
 func findParts(ctx context.Context, s *sleeper, link *hoststore.Link, in []Tensor) (parts []foundPart, rest []Tensor,
 	err error) {
 	sums, err := parseDigests(s.Digests, in)
 	if err != nil {
 		return nil, nil, err
 	}
-	want := map[digest.Sum][]int{} // the tensors with a digest, which each need a tensor of the store
+	want := map[string]int{}
 	var all []digest.Sum
 	for i, sum := range sums {
 		if len(in[i].Data) > 0 {
-			want[sum] = append(want[sum], i)
+			want[in[i].Name] = i
 			all = append(all, sum)
 		}
 	}
 	isFound := make([]bool, len(in))
 	for _, p := range hoststore.FindParts(ctx, link, all) {
-		f, isUsed := foundPart{p, make([]string, len(p.Digests))}, false
+		f, isUsed := foundPart{p, make([]bool, len(p.Digests))}, false
 		for k, sum := range p.Digests {
 			t := &p.Index.Tensors[k]
-			if at := want[sum]; len(at) > 0 && t.Alias < 0 && t.Bytes == int64(len(in[at[0]].Data)) {
-				f.names[k], want[sum] = in[at[0]].Name, at[1:]
-				isFound[at[0]] = true
+			i, isWanted := want[t.Name]
+			if isWanted && !isFound[i] && sums[i] == sum && t.Alias < 0 && t.Bytes == int64(len(in[i].Data)) {
+				f.isUsed[k], isFound[i] = true, true
 				s.report.Tensors++
 				s.report.Bytes += t.Bytes
 				s.report.Shared += t.Stored
@@ -90,7 +89,7 @@ func findParts(ctx context.Context, s *sleeper, link *hoststore.Link, in []Tenso
 				isUsed = true
 			}
 		}
-		if !isUsed { // tensors of other sizes
+		if !isUsed { // the names or sizes of the tensors differ
 			_ = p.Source.Close()
 			continue
 		}
@@ -128,11 +127,11 @@ func addParts(ix *tensor.Index, parts []foundPart) error {
 		from.Gaps = true
 		ix.Sources = append(ix.Sources, from)
 		for k, t := range f.Index.Tensors {
-			if f.names[k] == "" {
+			if !f.isUsed[k] {
 				continue
 			}
 			chunks := f.Index.Chunks[t.First : t.First+t.Count]
-			t.Name, t.Source, t.First = f.names[k], int32(len(ix.Sources)-1), int32(len(ix.Chunks))
+			t.Source, t.First = int32(len(ix.Sources)-1), int32(len(ix.Chunks))
 			ix.Tensors, ix.Chunks = append(ix.Tensors, t), append(ix.Chunks, chunks...)
 		}
 	}

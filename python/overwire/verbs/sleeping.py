@@ -238,8 +238,8 @@ def sleep(
     max_memory: the most host memory that the stored bytes may take ("12GB", int). Their size is estimated beforehand.
     to_file: a path or URI where the tensors are also saved. If all tensors are on one device, a local file is made from
         the stored bytes. In other cases the file is written by `save_file`, and takes as long.
-    host: use the host store (`overwire host`). Tensors with a digest that it has are not compressed, and take no memory
-        of this process: `prepare_sleep(host=True)` puts them there. Tensors that have changed since are compressed as
+    host: use the host store (`overwire host`). Tensors that this process has put there with `prepare_sleep(host=True)`
+        are not compressed, and take no memory of this process. Tensors that have changed since are compressed as
         usual. The store may end while the tensors sleep, and if it fails before, a warning says so and all tensors
         are compressed. Not with to_file.
     release: free the tensors' memory. On a GPU it returns to torch's allocator (`torch.cuda.empty_cache()` makes it
@@ -336,7 +336,7 @@ class SleepMemory(HandleOwner):
             return  # the jobs belong to the parent
         for device, job in jobs.items():
             _verbs.sleep_return(device)
-            job.free()
+            job.abandon()  # with host, it reads the tensors until it ends
 
     def _add_device(self, device: str, request: PrepareRequest, numbers: bytes) -> None:
         job = Job(_verbs.sleep_prepare(request, numbers), "prepare")
@@ -345,8 +345,9 @@ class SleepMemory(HandleOwner):
 
     def _keep_on_host(self, device: str, to_store: list[_Sleeper], limit: int) -> None:
         digests = _digests_of([one.dense for one in to_store])
-        job = self._jobs[device] = _start_sleep(device, to_store, limit, {"digests": digests, "keep": True}, None)
-        job.number.memory = to_store
+        job = _start_sleep(device, to_store, limit, {"digests": digests, "keep": True}, None)
+        job.keep_memory(to_store)
+        self._jobs[device] = job
         self.nbytes += sum(one.nbytes for one in to_store)
 
     def __repr__(self) -> str:
@@ -377,9 +378,9 @@ def prepare_sleep(
         bytes of host memory ("10GB", int), for `device`.
     device: the GPU, if `tensors` is a number of bytes; None: torch's current GPU.
     max_memory: as for `sleep`.
-    host: put the tensors into the host store instead, unless it has them, for `sleep(host=True)` in this and other
-        processes. This compresses them in the background, so do not change them before `SleepMemory.wait` returns. It
-        also works for tensors on the host. `SleepMemory.close`, or dropping the object, ends it.
+    host: put the tensors into the host store instead, for `sleep(host=True)` in this process. Processes that put the
+        same tensors share them. This compresses them in the background, so do not change them before `SleepMemory.wait`
+        returns. It also works for tensors on the host. `SleepMemory.close`, or dropping the object, ends it.
 
     One thread works in the background, only while a core of the process is idle, and uses no GPU memory. A sleep that
     starts before the end uses the memory that is ready, and allocates the rest at full speed. The memory stays until
