@@ -118,7 +118,7 @@ def test_files_of_two_saves_are_refused(tmp_path: Path) -> None:
     for name in ("model-00002-of-00004.safetensors", "training/model.safetensors"):
         kept = (one / name).read_bytes()
         (one / name).write_bytes((two / name).read_bytes())
-        with pytest.raises(ow.CorruptError, match="another save") as caught:
+        with pytest.raises(ow.CorruptError, match="another save|a different save") as caught:
             CheckpointReader(one)
         assert name in caught.value.source
         (one / name).write_bytes(kept)
