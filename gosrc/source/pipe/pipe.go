@@ -18,6 +18,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strings"
 	"sync"
 	"syscall"
@@ -74,7 +75,8 @@ func Start(ctx context.Context, program string, urls []string, sizes []int64, op
 		scheme := source.Scheme(u)
 		switch {
 		case scheme != "http" && scheme != "https" || strings.ContainsAny(u, "\x00\r\n"):
-			return fail(u, errs.New(errs.ErrArgument, "an external downloader can only fetch http:// and https://"))
+			return fail(u, errs.New(errs.ErrArgument,
+				"expected an http:// or https:// URL without NUL characters and line breaks"))
 		case sizes != nil && sizes[i] < 0:
 			return fail(u, errs.New(errs.ErrArgument, "invalid size %d: expected 0 or more bytes", sizes[i]))
 		}
@@ -236,8 +238,9 @@ func runProgram(ctx context.Context, program string, urls []string, files []*spo
 	case waitErr != nil:
 		return errs.New(errs.ErrIO, "%s: %v%s", filepath.Base(program), waitErr, stderr)
 	case cutErr != nil:
-		return errs.New(errs.ErrCorrupt, "truncated: %s ended after %d of %d bytes%s", filepath.Base(program),
-			files[len(files)-1].Have(), files[len(files)-1].Size(), stderr)
+		cut := files[slices.IndexFunc(files, func(f *spool.File) bool { return f.Have() != f.Size() })]
+		return errs.New(errs.ErrCorrupt, "truncated: %s ended after %d of %d bytes of a file%s",
+			filepath.Base(program), cut.Have(), cut.Size(), stderr)
 	case file != nil:
 		return last.Append(file)
 	}
