@@ -308,10 +308,10 @@ func optionNames(known []option) []string {
 	return all
 }
 
-// nearName returns ", did you mean X?" with the name closest to word, or "".
+// nearName returns " (did you mean X?)" with the name closest to word, or "".
 func nearName(word string, names []string) string {
 	if best := near.Best(word, names); best != "" {
-		return ", did you mean " + best + "?"
+		return " (did you mean " + best + "?)"
 	}
 	return ""
 }
@@ -356,8 +356,8 @@ func (c *call) size(name string) int64 {
 // threads returns --threads, or OVERWIRE_THREADS; 0 means all cores.
 func (c *call) threads() int { return c.number("threads", knob.Threads.Get()) }
 
-// Options name the place of a key or password. They never contain the secret itself, because other users of the machine
-// can read command lines.
+// These options name the file or variable that holds a key or password. They never contain the secret itself, because
+// other users of the machine can read command lines.
 var (
 	decryptOptions = []option{
 		{name: "decrypt-key", value: "FROM",
@@ -366,7 +366,8 @@ var (
 	}
 	encryptOptions = []option{
 		{name: "encrypt-key", value: "FROM", doc: "key to encrypt the .tensors file with: file:PATH or env:NAME"},
-		{name: "encrypt-password", value: "FROM", doc: "password to encrypt it with: file:PATH or env:NAME"},
+		{name: "encrypt-password", value: "FROM",
+			doc: "password to encrypt the .tensors file with: file:PATH or env:NAME"},
 	}
 )
 

@@ -58,8 +58,8 @@ type Env struct {
 	Storage       source.Options // store options from the environment; --storage adds to them
 	// Secrets are the environment variables that arguments can name as env:NAME.
 	Secrets map[string]string
-	// Kinds maps the URI of a copy that was converted for this command to the kind of the original file. Reports show
-	// that kind as the file's format.
+	// Some sources are converted to a temporary copy for this command. Kinds holds the kind of the original file for
+	// the URI of each copy. Reports show that kind as the file's format.
 	Kinds map[string]string
 }
 
@@ -228,7 +228,7 @@ type interruption struct {
 
 func (i *interruption) Unwrap() error { return i.error }
 
-// interrupted adds a list of the files that the command has written to a cancellation error.
+// interrupted adds the names of the files that the command has already written, if err is a cancellation.
 func (c *call) interrupted(err error) error {
 	if err == nil || status(err) != ExitInterrupted {
 		return err

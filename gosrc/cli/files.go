@@ -163,7 +163,7 @@ func (c *call) printWritten(w io.Writer, rep save.Report, compress bool) {
 		fmt.Fprintf(w, "not copied: %s\n", place(f))
 	}
 	for _, f := range rep.Anew {
-		fmt.Fprintf(w, "new header, because the source stores no original: %s\n", errs.OneLine(f))
+		fmt.Fprintf(w, "new header, because the source does not store the original: %s\n", errs.OneLine(f))
 	}
 	if c.outputChosen {
 		fmt.Fprintf(w, "%s: ", errs.OneLine(c.opts["output"]))
@@ -184,7 +184,7 @@ func (c *call) printWritten(w io.Writer, rep save.Report, compress bool) {
 	}
 	fmt.Fprintln(w)
 	if compress && rep.BytesOut > rep.BytesIn {
-		fmt.Fprintln(w, "nothing gained: these tensors shrink by less than the index of a compressed file takes")
+		fmt.Fprintln(w, "the result is larger than the source: its index takes more bytes than compression saved")
 	}
 }
 
@@ -266,8 +266,8 @@ temporary folder and compares every tensor with what the safetensors library rea
 	options: append([]option{
 		{name: "original", doc: "also restore the file that was compressed, and compare its SHA-256"},
 		{name: "against", value: "PLAIN", words: []string{"safetensors"},
-			doc: "compare every tensor with what the safetensors library reads from the plain files " +
-				"PLAIN, or with `safetensors` from a decompressed copy; needs torch"},
+			doc: "compare every tensor with what the safetensors library reads from PLAIN, which names plain " +
+				"files, or from a decompressed copy if PLAIN is the word `safetensors`; needs torch"},
 		storageOption}, decryptOptions...),
 	run: func(c *call) error {
 		if c.opts["against"] != "" {

@@ -47,7 +47,7 @@ that lets anyone read the S3 object until it expires. Keep the URL secret.`,
 		{name: "quiet", short: "s", doc: "print only errors"},
 		{name: "verbose", short: "v", doc: "print bytes, time and rate on standard error"},
 		{name: "presign", value: "SECONDS", lo: 1, hi: 604800,
-			doc: "print a URL that reads the S3 object for up to 604800 seconds"},
+			doc: "print a URL that gives read access to the S3 object for SECONDS (at most 604800)"},
 		storageOption,
 	},
 	run: (*call).fetchURLs,
@@ -124,7 +124,7 @@ func (c *call) checkFetch(out string) error {
 		return nil
 	}
 	if c.is("json") {
-		return usage("--json needs -o OUT: the bytes go to standard output")
+		return usage("--json needs -o OUT: without it, the bytes would go to standard output")
 	}
 	isURL := func(arg string) bool { return strings.Contains(arg, "://") }
 	if file := slices.IndexFunc(c.args, func(arg string) bool {

@@ -80,16 +80,16 @@ func tierText(t plan.Tier) string {
 	return text + "; " + t.Cost
 }
 
-// offloadText describes an offload's memory on the device and the host.
+// offloadText describes an offload's memory on the device and the host, in two lines.
 func offloadText(o *plan.Offload) string {
 	if len(o.Blocks) == 0 {
 		return fmt.Sprintf("nothing is streamed: %s on the device", bytesText(o.DeviceBytes()))
 	}
-	return fmt.Sprintf("%s on the device: %s outside blocks, %s of blocks that stay, a ring of %s; "+
-		"%s, %s together, %s streamed from at most %s of host memory: %s to %s",
+	return fmt.Sprintf("%s on the device (%s outside blocks, %s of kept blocks, a ring of %s)\n"+
+		"streamed: %s (%s), from %s to %s, with at most %s of host memory",
 		bytesText(o.DeviceBytes()), bytesText(o.Rest), bytesText(o.Kept), bytesText(o.Ring),
-		countText(len(o.Blocks), "block"), bytesText(o.Streamed), plural(len(o.Blocks), "is", "are"),
-		bytesText(o.Stored), o.Blocks[0], o.Blocks[len(o.Blocks)-1])
+		countText(len(o.Blocks), "block"), bytesText(o.Streamed), o.Blocks[0], o.Blocks[len(o.Blocks)-1],
+		bytesText(o.Stored))
 }
 
 // A Model is doctor's report on a model: whether its weights fit on each GPU.
@@ -104,14 +104,14 @@ type ModelFit struct {
 	Index int `json:"index"`
 	// Fits means that the weights leave a fifth of the GPU for activations.
 	Fits bool `json:"fits"`
-	// Where is the fastest tier that leaves a fifth of the GPU free: "resident", or the where argument of
-	// overwire.offload. "" means that the model cannot run.
+	// Where names the fastest tier that leaves a fifth of the GPU free. It is "resident" or a value for the argument
+	// `where` of overwire.offload. "" means that the model cannot run.
 	Where string `json:"where"`
 	// Keep and Room are arguments of overwire.offload that use the free memory, except for that fifth.
 	Keep int64 `json:"keep"`
 	Room int64 `json:"room"`
-	// Tiers are the places for the weights. Offload describes an offload of all blocks, or is nil if the weights fit
-	// or cannot run.
+	// Tiers are the kinds of memory that the weights can be in. Offload describes an offload of all blocks. It is nil
+	// if the weights fit or the model cannot run.
 	Tiers   []plan.Tier   `json:"tiers"`
 	Offload *plan.Offload `json:"offload,omitempty"`
 }
@@ -139,7 +139,7 @@ func (c *call) diagnoseModel(devices []GPUDevice) (*Model, error) {
 			case "resident":
 				fit.Fits = true
 			case "device":
-				fit.Keep, fit.Offload = room-t.Device, all.Offload // keeping blocks never makes the slots larger
+				fit.Keep, fit.Offload = room-t.Device, all.Offload // kept blocks never need larger slots
 			case "host":
 				fit.Where, fit.Room, fit.Offload = "auto", room-t.Device, all.Offload
 			}

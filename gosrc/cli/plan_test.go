@@ -57,7 +57,7 @@ func TestPlan(t *testing.T) {
 		{"load --plan " + path, "weights compressed on the device: 19 MB on the device; each pass decodes all weights"},
 		{"load --plan " + path, "weights compressed on the host: 4.5 MB on the device, 16 MB on the host; each pass also"},
 		{"load --plan --keep 0 " + path,
-			"16 blocks, 16 MB together, are streamed from at most 16 MB of host memory: layers.0 to layers.15"},
+			"streamed: 16 blocks (16 MB), from layers.0 to layers.15, with at most 16 MB of host memory"},
 		{"load --plan --keep 1TB " + path, "nothing is streamed"}, {"doctor " + path, path},
 	} {
 		if out := must(t, strings.Fields(c.argv)...); !strings.Contains(out, c.want) {

@@ -111,7 +111,8 @@ func Names(chunks []tensor.Chunk) string {
 	return strings.Join(names, "+") + raw
 }
 
-// worth limits codec 6: it must save 1/worth of the chunk compared with X16, which decodes faster, even on GPUs.
+// worth limits codec 6. It is used only if it saves another 1/worth of the chunk, because it decodes slowly and only on
+// the CPU.
 const worth = 1024
 
 // Ways holds the transform to try for each codec. 0 means that the codec is not tried.
@@ -125,8 +126,9 @@ type Encoder struct {
 	spare  []byte
 }
 
-// Encode encodes data in each of the given ways and sets record for the shortest result, which may be raw. It returns
-// data itself for a raw chunk, otherwise bytes in buf or in a new array.
+// Encode encodes data in each of the given ways and sets record for the result that it chooses, which may be raw. It
+// chooses the shortest, but codec 6 only if that saves another 1/worth. It returns data itself for a raw chunk,
+// otherwise bytes in buf or in a new array.
 func (e *Encoder) Encode(buf, data []byte, ways Ways, record *tensor.Chunk) []byte {
 	out := data
 	record.Codec, record.Transform, record.SegTiles = tensor.CodecRaw, 0, 0

@@ -73,8 +73,9 @@ type Summary struct {
 	Copy    *Gaps      `json:"copy_stream,omitempty"`
 }
 
-// A StageSum is the sum of the spans of one stage. The stage "stage" is the wait for a free slot. For ranges, "permit"
-// is the wait for a permit and "answer" the wait for the first byte of a response.
+// A StageSum is the sum of the spans of one stage. The stage "stage" is the wait for a free slot. If a remote
+// object is read by ranges, "permit" is the wait for permission to send a request, and "answer" the wait for the first
+// byte of its response.
 type StageSum struct {
 	Verb    string  `json:"verb"`
 	Spans   int     `json:"spans"`
@@ -96,7 +97,7 @@ type Gaps struct {
 
 var order = []string{"open", "plan", "stage", "permit", "answer", "read", "check", "submit", "copy", "decode", "land"}
 
-// Summary summarizes the trace.
+// Summary returns the total time and bytes of each stage, and the gaps between copies.
 func (t *Trace) Summary() Summary {
 	t.mu.Lock()
 	defer t.mu.Unlock()

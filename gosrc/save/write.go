@@ -262,7 +262,8 @@ func (w *Writer) divideWriters(n int) []writerShare {
 	return all
 }
 
-// restartProgress restarts the progress for writing the stored bytes. bytes is the size of the tensors.
+// restartProgress sets the job's progress to zero and returns a function that adds n written bytes. The progress is
+// scaled to bytes, the size of the tensors.
 func (w *Writer) restartProgress(bytes int64) func(n int64) {
 	w.job.Bytes.Store(0)
 	all := max(1, w.stage.Taken())

@@ -39,7 +39,7 @@ type summed struct {
 }
 
 // checkSource wraps src in a source that compares the CRC32 of every plain tensor. Encrypted tensors are skipped,
-// because each box has a MAC. The records of the file must have been read.
+// because each of their encrypted blocks has a MAC. The records of the file must have been read.
 func checkSource(f *File, src source.Source) (source.Source, error) {
 	c := &checked{Source: src, tensors: make([]partial, 0, len(f.Entries))}
 	for i := range f.Entries {

@@ -3,9 +3,9 @@
 """Calls the engine's verbs. The argument `numbers` comes last. It has int64
 values packed by `array` or `struct`.
 
-An answered verb does not wait. A verb that waits can be interrupted: after Ctrl-C it is
-cancelled and no longer uses the caller's memory. A JobNumber identifies a running verb. See
-jobs.py.
+A function that uses `core().call` returns at once.
+One that uses `core().run` waits. After Ctrl-C, its verb is cancelled and no longer
+uses the caller's memory. A JobNumber identifies a running verb. See jobs.py.
 """
 
 from __future__ import annotations

@@ -153,7 +153,7 @@ def path_of(uri: str) -> str:
 
 
 def without_scheme(text: str) -> str:
-    """Returns the path of a valid file:// URI; returns other texts unchanged."""
+    """Returns the path of a valid file:// URI; returns other strings unchanged."""
     try:
         return path_of(text) if is_file(text) else text
     except ArgumentError:  # opening it reports the error

@@ -67,7 +67,7 @@ def test_what_keeps_no_original_is_said(plain: Path, tmp_path: Path):
     said = must("verify", "--original", str(small) + ".index.json")
     assert said.count("  original: not stored in this file\n") == said.count("contents verified") > 1
     said = must("decompress", str(small) + ".index.json", "-o", str(back))
-    assert f"new header, because the source stores no original: {back}\n" in said and "sha256" not in said
+    assert f"new header, because the source does not store the original: {back}\n" in said and "sha256" not in said
 
 
 def test_what_the_command_line_wrote_python_loads(plain: Path, tmp_path: Path):

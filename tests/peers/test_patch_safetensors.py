@@ -74,7 +74,7 @@ def test_transformers(llama: Any) -> None:
         equal(model, loaded)
         assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
         assert loaded.dtype == torch.bfloat16
-    # Tensors outlive the patch and the files' handles, and can be written.
+    # Tensors outlive the patch and the file handles, and can be modified.
     loaded.model.embed_tokens.weight.data.zero_()
     with pytest.raises(Exception) as caught:
         transformers.AutoModelForCausalLM.from_pretrained(one)
@@ -93,7 +93,7 @@ def test_transformers_while_it_saves(llama: Any, tmp_path: Path) -> None:
 
 
 def test_damage_is_told(llama: Any, tmp_path: Path) -> None:
-    """A flipped byte raises safetensors' own error class, with the tensor's name."""
+    """A flipped bit raises safetensors' own error class. The tensor's name is in its cause."""
     _, one, _ = llama
     data = bytearray((one / "model.safetensors").read_bytes())
     data[len(data) // 2] ^= 1
@@ -159,7 +159,7 @@ def test_accelerate(llama: Any, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.imports_torch
 def test_patched_before_they_are_imported(llama: Any, script: Any) -> None:
-    """The patch works whether it comes before or after the libraries."""
+    """The patch also works if the libraries are imported after it, and undo() restores them."""
     _, one, _ = llama
     script(f"""
 import overwire as ow
@@ -273,7 +273,7 @@ def test_nested_and_overlapping() -> None:
 
 
 class Library:
-    """Looks like a library's class to hooks."""
+    """Stands in for a library class that hooks replace."""
 
     @classmethod
     def make(cls) -> str:
@@ -383,8 +383,7 @@ def _check_orders(loaded: dict[str, Any]) -> None:
 
 
 def test_arrays_of_any_order_are_saved_as_they_are(tmp_path: Path) -> None:
-    """Numpy arrays in any memory order, compressed under the patch, come back with their values from files and from
-    bytes."""
+    """With compress=True, the patch saves numpy arrays in any memory order correctly, to files and to bytes."""
     orders = dict(_ORDERS)
     with ow.patch_safetensors(compress=True):
         safetensors.numpy.save_file(orders, tmp_path / "a.safetensors")

@@ -277,7 +277,7 @@ def families() -> Iterator[Case]:
 
 
 def builds() -> Iterator[Case]:
-    """Yields BUILD opcodes on objects that the list allows."""
+    """Yields BUILD opcodes on objects that the allow-list permits."""
     states = {
         "dict": push({"__defaults__": (1,), "evil": 1}),
         "slots": push((None, {"__defaults__": (1,), "forward": 1, "__doc__": "evil"})),

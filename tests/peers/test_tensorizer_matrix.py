@@ -1,5 +1,6 @@
-"""Tests that overwire.compat.tensorizer and the reference read each other's files in every combination of version,
-encryption, verification, nesting and source, and that overwire does not repeat known mistakes of the reference."""
+"""Tests that overwire.compat.tensorizer and the tensorizer package ("the reference") read each other's files in every
+combination of version, encryption, verification, nesting and source, and that overwire does not repeat known mistakes
+of the reference."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ except Exception:
 META = torch.empty(3, 2, device="meta")
 LONG = torch.empty(2**32 + 5, dtype=torch.int8, device="meta")
 
-# The contents decide a file's version, before encryption.
+# The version of a file depends on its contents. An encrypted file has at least version 3.
 VERSIONS = {
     1: {"a": torch.arange(6.0).reshape(2, 3), "s": torch.tensor(7), "n": torch.zeros(0, 3, dtype=torch.int16)},
     2: {
@@ -70,7 +71,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, di
             folder,
             {
                 "path": str,
-                "file": lambda path: open(path, "rb"),  # noqa: SIM115 - the deserialiser's
+                "file": lambda path: open(path, "rb"),  # noqa: SIM115 - the deserialiser reads from it later
                 "memory": lambda path: io.BytesIO(path.read_bytes()),
                 "http": lambda path: f"http://127.0.0.1:{server.server_port}/{path.name}",
                 "redis": in_redis,
@@ -133,8 +134,7 @@ def test_every_combination(
 
 
 def test_protobuf() -> None:
-    """Each reads the other's messages. For 16-bit floats, overwire returns the bits, and the reference returns
-    numbers."""
+    """overwire and the reference read each other's protobuf messages. overwire restores bfloat16 exactly."""
     net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
     twin = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
     import tensorizer.protobuf as reference
@@ -192,7 +192,7 @@ def test_every_name() -> None:
             elif inspect.isclass(theirs_) and not module.endswith("pb2"):
                 for member, value in vars(theirs_).items():
                     if member not in other and (member == "__init__" or member[0] != "_") and not inspect.isdatadescriptor(value):
-                        if inspect.isfunction(value):  # only members that the class itself defines
+                        if inspect.isfunction(value):
                             assert parameters(value) == parameters(getattr(ours_, member)), (name, member)
                         else:
                             assert hasattr(ours_, member), (name, member)
@@ -202,12 +202,12 @@ def test_every_name() -> None:
 
 # Names of the reference that are missing here, with reasons.
 WITHOUT = {
-    "_crypt.ChunkedEncryption": "a function of libsodium, but the engine encrypts whole files",
-    "_crypt.Const": "as ChunkedEncryption",
+    "_crypt.ChunkedEncryption": "calls libsodium chunk by chunk; the engine encrypts whole files instead",
+    "_crypt.Const": "same reason as ChunkedEncryption",
     "_crypt.CryptographyError": "is in serialization",
-    "_crypt.PWHash": "as ChunkedEncryption",
-    "_crypt.SequentialEncryption": "as ChunkedEncryption",
-    "_crypt.random_bytes": "as ChunkedEncryption",
+    "_crypt.PWHash": "same reason as ChunkedEncryption",
+    "_crypt.SequentialEncryption": "same reason as ChunkedEncryption",
+    "_crypt.random_bytes": "same reason as ChunkedEncryption",
     "serialization.lz4": "compress_tensors has no effect",
     "utils.Model": "a type variable",
     "utils.pynvml": "may be missing, so torch is asked for the memory",
@@ -215,8 +215,8 @@ WITHOUT = {
 
 
 def test_every_path() -> None:
-    """Every public module of the reference, and `_crypt`, can be imported under both names. It has all public names of
-    the reference except those in WITHOUT."""
+    """Every public module of the reference, and `_crypt`, can be imported under both names. Each module has all
+    public names of its counterpart in the reference, except those in WITHOUT."""
     import importlib
     import pkgutil
 
@@ -254,7 +254,7 @@ def test_every_path() -> None:
 
 
 def test_what_clients_look_at(tmp_path: Path) -> None:
-    """_device, _file_flags, _file_header and _metadata are right before and after the load."""
+    """Before a lazy load, _device, _file_flags, _file_header and _metadata equal the reference's."""
     s = theirs.TensorSerializer(tmp_path / "x")
     s.write_state_dict({"a": torch.ones(3).bfloat16(), "m": [META]})
     s.close()
@@ -317,11 +317,11 @@ def test_names_that_programs_replace(tmp_path: Path, monkeypatch: pytest.MonkeyP
         ours.stream_io.open_stream("s3://bucket/x", s3_endpoint="http://127.0.0.1:1", s3_access_key_id="", s3_secret_access_key="")
 
 
-# Known problems of users of the reference.
+# These tests cover problems that users of the reference have had.
 
 
 def test_casts_leave_what_is_no_float(tmp_path: Path) -> None:
-    """dtype= does not convert integers, bools, complex tables or fp8 weights."""
+    """dtype= does not convert integer, bool, complex or fp8 tensors."""
     kept = {
         "i": torch.tensor([2**31 - 1, -(2**31)], dtype=torch.int32),
         "q": torch.randint(0, 256, (9,), dtype=torch.uint8),
@@ -422,7 +422,8 @@ print(high("VmHWM") - before - (96 << 20))
 
 
 def test_crc32_of_files_that_have_none(tmp_path: Path) -> None:
-    """verify_crc32 is refused for a file without checksums. A container's chunks are always compared."""
+    """verify_crc32 is refused for a file without checksums. The checksums of a container's chunks are always
+    checked."""
     plain, packed, options = tmp_path / "p.safetensors", tmp_path / "c.safetensors", {"verify_crc32": True}
     tensors = {"a": torch.arange(100_000)}
     ow.save_file(tensors, plain, compress=False)

@@ -178,9 +178,9 @@ func verbs() string {
 """Calls the engine's verbs. The argument ` + "`numbers`" + ` comes last. It has int64
 values packed by ` + "`array`" + ` or ` + "`struct`" + `.
 
-An answered verb does not wait. A verb that waits can be interrupted: after Ctrl-C it is
-cancelled and no longer uses the caller's memory. A JobNumber identifies a running verb. See
-jobs.py.
+A function that uses ` + "`" + `core().call` + "`" + ` returns at once.
+One that uses ` + "`" + `core().run` + "`" + ` waits. After Ctrl-C, its verb is cancelled and no longer
+uses the caller's memory. A JobNumber identifies a running verb. See jobs.py.
 """
 
 from __future__ import annotations
@@ -277,7 +277,7 @@ func result(c *classes, v *binding.Verb, call string) (kind, line string) {
 	}
 }
 
-// named returns the name of a type in the module of the verbs.
+// named returns a type as the generated verbs module writes it: classes get the prefix _requests.
 func (c *classes) named(kind string) string {
 	return regexp.MustCompile(`\w+`).ReplaceAllStringFunc(kind, func(word string) string {
 		if c.texts[word] != "" {

@@ -1,8 +1,8 @@
 // Package blocksum computes an XXH3-128 from block sums and the last bytes. A GPU computes the block sums, so that
 // the bytes can stay on the GPU (cuda/hash.cuh).
 //
-// The hash is public: github.com/Cyan4973/xxHash, doc/xxhash_spec.md. The 16 stripes of a 1 KiB block are added to
-// the eight accumulators. Their sum does not depend on earlier bytes; only the scramble at the end of a block does.
+// The hash is specified in doc/xxhash_spec.md of github.com/Cyan4973/xxHash. The 16 stripes of a 1 KiB block are added
+// to the eight accumulators. Their sum does not depend on earlier bytes; only the scramble at the end of a block does.
 package blocksum
 
 import (
@@ -100,7 +100,7 @@ func (s *State) Finish(tail []byte) (high, low uint64, ok bool) {
 	if s.blocks != 0 || len(tail) != Tail(int64(s.total)) {
 		return 0, 0, false
 	}
-	if uint64(len(tail)) == s.total { // the library also handles short inputs
+	if uint64(len(tail)) == s.total { // the tail is the whole input, so the library can hash it
 		h := xxh3.Hash128(tail)
 		return h.Hi, h.Lo, true
 	}

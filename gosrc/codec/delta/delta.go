@@ -213,8 +213,8 @@ func eachDifference(now, base []byte, lo, hi, lg int, f func(i int, x uint64)) {
 func Changed(now, base []byte, width int) (n int64, err error) {
 	lg, err := log2Width(width)
 	if err != nil || len(now) != len(base) || len(now)%width != 0 {
-		return 0, errs.New(errs.ErrArgument, "invalid sizes: %d and %d bytes with elements of %d bytes",
-			len(now), len(base), width)
+		return 0, errs.New(errs.ErrArgument, "invalid sizes: %d and %d bytes with elements of %d bytes: expected "+
+			"equal multiples of the element size, which is 1, 2, 4 or 8", len(now), len(base), width)
 	}
 	eachDifference(now, base, 0, len(now)/width, lg, func(int, uint64) { n++ })
 	return n, nil
@@ -246,8 +246,9 @@ func (w *writer) putBits(v uint64, n int) {
 func Encode(dst, now, base []byte, width int) ([]byte, error) {
 	lg, err := log2Width(width)
 	if err != nil || len(now) != len(base) || len(now)%width != 0 || len(now) > MaxBytes {
-		return dst, errs.New(errs.ErrArgument, "invalid sizes: %d and %d bytes with elements of %d bytes",
-			len(now), len(base), width)
+		return dst, errs.New(errs.ErrArgument, "invalid sizes: %d and %d bytes with elements of %d bytes: expected "+
+			"equal multiples of the element size, which is 1, 2, 4 or 8, and at most %d bytes",
+			len(now), len(base), width, MaxBytes)
 	}
 	n := len(now) >> lg
 	var count [classes]uint32

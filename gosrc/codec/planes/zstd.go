@@ -35,7 +35,7 @@ var (
 )
 
 func appendFrame(dst, src []byte) []byte {
-	w := zippers.Get().(*zstd.Encoder) // the options are valid, as tests show
+	w := zippers.Get().(*zstd.Encoder) // never an error: the options in zippers are valid
 	defer zippers.Put(w)
 	return w.EncodeAll(src, dst)
 }
@@ -46,11 +46,8 @@ func decodeFrame(dst, frame []byte) error {
 	if err := h.Decode(frame); err != nil {
 		return corruptError("invalid Zstandard frame: %v", err)
 	}
-	if h.Skippable || h.DictionaryID != 0 || !h.HasFCS {
-		return corruptError("a Zstandard frame is skippable, needs a dictionary or does not state its size")
-	}
-	if h.FrameContentSize != uint64(len(dst)) {
-		return corruptError("a Zstandard frame states %d bytes, expected %d", h.FrameContentSize, len(dst))
+	if h.Skippable || h.DictionaryID != 0 || !h.HasFCS || h.FrameContentSize != uint64(len(dst)) {
+		return corruptError("expected a Zstandard frame that states %d bytes and uses no dictionary", len(dst))
 	}
 	// The library would also decode empty and skippable frames that follow.
 	if n := frameBytes(frame, &h); n != len(frame) {

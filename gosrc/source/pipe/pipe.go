@@ -74,7 +74,8 @@ func Start(ctx context.Context, program string, urls []string, sizes []int64, op
 		scheme := source.Scheme(u)
 		switch {
 		case scheme != "http" && scheme != "https" || strings.ContainsAny(u, "\x00\r\n"):
-			return fail(u, errs.New(errs.ErrArgument, "an external downloader can only fetch http:// and https://"))
+			return fail(u, errs.New(errs.ErrArgument,
+				"expected an http:// or https:// URL without NUL characters and line breaks"))
 		case sizes != nil && sizes[i] < 0:
 			return fail(u, errs.New(errs.ErrArgument, "invalid size %d: expected 0 or more bytes", sizes[i]))
 		}

@@ -22,14 +22,14 @@ _ARRAY = "numpy"
 
 
 def devices_of(blobs: Sequence[Any]) -> str:
-    """Returns the value of the metadata key DEVICES, with torch's name of each storage's device."""
+    """Returns the value of the metadata key DEVICES: the torch device name of each storage."""
     devices = [str(blob.data.device) if hasattr(blob.data, "untyped") else _ARRAY for blob in blobs]
     return devices[0] if len(set(devices)) == 1 else "\n".join(devices)
 
 
 class Landing:
-    """Implements `unpickling.Blobs` for a container. It is a context manager. Nothing writes to the memory after its
-    block has ended.
+    """Implements `unpickling.Blobs` for a container. It is a context manager. After the `with` block ends, nothing
+    writes to the blobs' memory.
 
     device: the device for all storages; None puts each on the device that it was saved from.
     """

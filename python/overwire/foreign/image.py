@@ -1,6 +1,6 @@
-"""Reads the header of a safetensors file with parts of tensors. The file may be inside another file.
+"""Reads the header of a safetensors file that stores parts of tensors. That file may be inside another file.
 
-torch's HuggingFaceStorageWriter stores the offset of each part in its whole tensor, in the metadata
+torch's HuggingFaceStorageWriter records where each part begins in its whole tensor. The offsets are in the metadata
 entry DCP_SHARDING_INFO: {"name": {"saved_offsets": [0, 4]}, ...}.
 """
 
@@ -32,7 +32,8 @@ class Part(NamedTuple):
 
 
 def read_parts(files: Files, path: str, start: int = 0) -> dict[str, Part]:
-    """Reads the tensors of a safetensors file that begins at offset `start` of a file and ends at its end.
+    """Returns the tensors listed in the header of a safetensors file. That file begins at offset `start` of `path` and
+    ends where `path` ends.
 
     Raises FormatError for an invalid safetensors file, CorruptError for a truncated one.
     """
@@ -44,7 +45,7 @@ def read_parts(files: Files, path: str, start: int = 0) -> dict[str, Part]:
     whole = files.size_of(path) - start
     length = bytearray(8)
     if whole < 8:
-        raise make_error(f"expected a safetensors header, but only {whole} bytes follow")
+        raise make_error(f"a safetensors file has at least 8 bytes, but only {whole} bytes are left at offset {start}")
     files.fill_block(path, memoryview(length), start)
     size = int.from_bytes(length, "little")
     if size > _MOST:
@@ -74,8 +75,8 @@ def read_parts(files: Files, path: str, start: int = 0) -> dict[str, Part]:
         if high - low != bytes_of(dtype, tuple(shape)):
             raise make_error(f"its {high - low} bytes do not match shape {shape} of {dtype}", name)
         if high > whole - 8 - size:
-            why = f"truncated: it ends at byte {high} of the data, which has {whole - 8 - size}: copy or fetch it again"
-            raise make_error(why, name, CorruptError)
+            why = f"it ends at byte {high} of the data, but the data has only {whole - 8 - size} bytes"
+            raise make_error(f"truncated file: {why}: copy or fetch the file again", name, CorruptError)
         run = Run(files, path, start + 8 + size + low, high - low)
         parts[name] = Part(dtype, tuple(shape), None if at is None else tuple(at), run)
     spans = sorted((part.run.start, part.run.size, name) for name, part in parts.items() if part.run.size)
@@ -85,7 +86,7 @@ def read_parts(files: Files, path: str, start: int = 0) -> dict[str, Part]:
             raise make_error("it shares bytes with another tensor" if low < end else "there is a gap before it", name)
         end = low + count
     if end != start + whole:
-        raise make_error(f"{start + whole - end} bytes after the last tensor")
+        raise make_error(f"{start + whole - end} unused bytes follow the last tensor")
     return parts
 
 

@@ -297,7 +297,8 @@ def _wrap_state_reading(original: Any) -> Any:
 
 
 def _is_pointer(path: str) -> bool:
-    # Returns whether a file is a git-lfs pointer, which git checks out without git-lfs. diffusers reports it.
+    # Returns whether a file is a git-lfs pointer. Without git-lfs installed, git checks out a pointer instead of the
+    # file. diffusers reports it.
     with open(path, "rb") as file:
         return file.read(7) == b"version"
 

@@ -57,7 +57,7 @@ _FIRST_BATCH, _BATCH = 4, 32
 # The destination of a request that gets its address while the load runs.
 _LATER = 1
 
-# The most names that are compared with a missing name to suggest one of them.
+# The maximum number of names that are compared with a missing name to suggest one of them.
 _NEAR = 500
 
 

@@ -1,4 +1,4 @@
-"""Implements load_model and save_model, which load and save the tensors of a torch module in place."""
+"""Implements load_model, which loads a file into a torch module, and save_model, which saves a module's tensors."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from .saving import Report, Saving
 
-# The most names that each list in an error message has.
+# The maximum number of names in each list of an error message.
 _MOST_NAMES = 8
 
 
@@ -47,8 +47,8 @@ def load_model(
     is no second copy of the model. Other tensors are loaded separately and copied (cast) one by one; tensors on the
     meta device are replaced. Tied tensors are loaded once. If other tensors overlap, the last one in the state dict
     wins. Each rank loads its own part of a DTensor (FSDP2, tensor parallelism). A module's extra state is passed to
-    its `set_extra_state` if it is a tensor. Otherwise it stays unchanged, because no file has it. Other entries of the
-    state dict that are not tensors raise NotSupportedError, even with strict=False.
+    its `set_extra_state` if it is a tensor. Otherwise it stays unchanged, because files store only tensors. Other
+    entries of the state dict that are not tensors raise NotSupportedError, even with strict=False.
 
     device: the device to load to; None: the device of each tensor, and the host for meta tensors. Tensors on another
         device are copied to it.
@@ -57,14 +57,13 @@ def load_model(
         and max_memory. With shard, a tensor of the module has the shape of this rank's block.
     max_memory: the most bytes, on all devices together, for tensors that are not filled in place: copies, and
         tensors that replace meta tensors. With group, if the ranks do not map each other's memory
-        (`OVERWIRE_EXCHANGE`), that is all tensors, which are copied window by window.
+        (`OVERWIRE_EXCHANGE`), the limit applies to all tensors, because all are loaded in parts and copied.
 
     Returns (missing, unexpected) names, like safetensors.torch.load_model. Names tied to a loaded one are in neither.
 
     Raises, before it changes or allocates anything: ModelMismatchError for different names or shapes; NotSupportedError
-    for
-    tensors without memory of their own (sparse, nested, FakeTensors, wrappers of other tensors), and if the state dict
-    has copies instead of the module's own tensors; ArgumentError for memory that was freed (`sleep`); and
+    for tensors without memory of their own (sparse, nested, FakeTensors, wrappers of other tensors), and if the state
+    dict has copies instead of the module's own tensors; ArgumentError for memory that was freed (`sleep`); and
     OutOfMemoryError for max_memory. Also raises the errors of `load_file`. If the load itself fails, the module has a
     mixture of old and new values.
 
@@ -120,7 +119,7 @@ def _destinations_of(
     wanted: Mapping[str, int],
     shape_of: Callable[[int], tuple[int, ...]],
 ) -> list[Destination]:
-    """Returns the destinations of the tensors. Those of which this rank has no part are left out."""
+    """Returns the destinations of the tensors. Leaves out tensors that have no part on this rank."""
     import torch
 
     from ..frameworks.memory import is_distributed, is_ready, storage_of
@@ -155,7 +154,8 @@ def _destinations_of(
 
 
 def _extra_states(module: Any) -> dict[str, Callable[[Any], None]]:
-    """Returns the function that sets the extra state of each submodule that has one, by name in the state dict."""
+    """Returns the `set_extra_state` method of each submodule that defines one, by the extra state's name in the state
+    dict."""
     import torch
 
     base = torch.nn.Module.set_extra_state
@@ -174,8 +174,8 @@ def _match_names(
     strict: bool,
     shape_of: Callable[[int], tuple[int, ...]],
 ) -> tuple[list[str], list[str], dict[str, int]]:
-    """Returns missing and unexpected names, and the position of each tensor to load. shape_of: returns the shape in
-    torch of the part of a tensor that is loaded."""
+    """Returns missing and unexpected names, and the position of each tensor to load. shape_of returns the torch
+    shape of the loaded part of a tensor."""
     import torch
 
     from ..frameworks.memory import check_shape, identity_of, is_ready
@@ -196,7 +196,7 @@ def _match_names(
     for name, at in positions.items():
         target = targets[name]
         if name in setters:
-            continue  # of any shape
+            continue  # an extra state may have any shape
         if name not in tensors:
             misfits.append(f"{name!r} is not a tensor in the module")
             continue

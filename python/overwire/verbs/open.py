@@ -1,4 +1,4 @@
-"""Implements safe_open, which reads single tensors and slices of open files."""
+"""Implements safe_open, which reads individual tensors and slices of open files."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ class Device:
 
     @classmethod
     def from_str(cls, s: str) -> Device:
-        """Parses "cpu", "cuda", "cuda:1" or "gpu:0". Raises ValueError for other texts."""
+        """Parses "cpu", "cuda", "cuda:1" or "gpu:0". Raises ValueError for any other string."""
         kind, colon, number = s.partition(":")
         try:
             kind_of_device = DeviceType(kind.lower())
@@ -38,7 +38,8 @@ class Device:
 
     @classmethod
     def of(cls, device: Any) -> Device:
-        """Converts a Device, or an object such as a torch.device with a `str` that `from_str` can parse."""
+        """Returns a Device unchanged. Converts any other object, such as a torch.device, if `from_str` can
+        parse its `str`."""
         return device if isinstance(device, Device) else cls.from_str(str(device))
 
 
@@ -92,8 +93,9 @@ def stand_in(dtype: DType) -> DType:
 
 
 def converts(own: DType, wanted: DType) -> bool:
-    """Returns whether dtype= converts a tensor of dtype `own`. It does not convert packed dtypes and bare exponents,
-    because they are part of a quantisation scheme, or complex numbers, because they would lose their imaginary part."""
+    """Returns whether dtype= converts a tensor of dtype `own`. It does not convert packed dtypes or bare exponents,
+    which are part of a quantisation scheme. It does not convert complex numbers either, because they would lose their
+    imaginary part."""
     if wanted is DType.AUTO or wanted is own:
         return False
     return own.bits >= 8 and own not in (DType.F8_E8M0, DType.C64)

@@ -56,7 +56,7 @@ class LazyTensorFactory:
             self.gbuf = self.copier.submit_io(use_buf_register, max_copy_block_size)
 
     def wait_io(self, dtype: DType = DType.AUTO, noalign: bool = False, borrowed_tensors: bool = False) -> None:
-        """Waits for the file. If the copier can wait for single tensors and `dtype` is AUTO, only prepares
+        """Waits for the file. If the copier can wait for individual tensors and `dtype` is AUTO, only prepares
         to do so. borrowed_tensors: no effect, because the caller owns the tensors."""
         self.dtype = dtype
         copier = self.copier

@@ -72,7 +72,7 @@ class Describer:
     """Describes a model.
 
     tensors: the model's tensors by name. engine: the name of the engine's package. opaque: prefixes of the engine's
-    modules with objects that are described only by their class.
+    Python modules. Objects of classes from these modules are described only by their class.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class Describer:
         return self._describe_object(value)
 
     def _describe_object(self, value: Any) -> str:
-        # Describes the contents of an object if its class belongs to the engine. Of other objects, describes only the
+        # Describes the contents of an object if its class belongs to the engine. Describes other objects only by their
         # class.
         kind = _kind_of(value)
         if not kind.startswith(self._engine) or kind.startswith(self._opaque):
@@ -176,7 +176,8 @@ class Describer:
         if value.device.type == "meta":
             return f"{shape} without memory"
         if value.nbytes > _SMALL:
-            raise Refused(f"it has a tensor of {value.nbytes} bytes, {shape}, that is not a parameter or buffer")
+            what = f"a tensor that is not a parameter or buffer has {value.nbytes} bytes ({shape})"
+            raise Refused(f"{what}: expected at most {_SMALL}")
         data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
         return f"{shape} on {value.device.type} {hashlib.sha256(data.numpy().tobytes()).hexdigest()}"
 

@@ -66,7 +66,7 @@ def validated_chunk_allocation_size(byte_ranges: list[tuple[int, int]], allocati
 class CopierInterface(ABC):
     """Copies one file's tensors to a device: `submit_io`, then `wait_io`.
 
-    If a copier can return single tensors before all have arrived, `enable_tensor_readiness`
+    If a copier can return individual tensors before all have arrived, `enable_tensor_readiness`
     returns True. The caller then calls `prepare_tensors` instead of `wait_io`, `wait_tensor`
     before it uses a tensor, and `finish_io` at the end.
     """
@@ -74,7 +74,7 @@ class CopierInterface(ABC):
     metadata: SafeTensorsMetadata
 
     def enable_tensor_readiness(self) -> bool:
-        """Called before `submit_io`. Returns whether the caller can wait for single tensors."""
+        """Called before `submit_io`. Returns whether the caller can wait for individual tensors."""
         return False
 
     def prepare_tensors(self, gbuf: cpp.gds_device_buffer, owner: Any = None) -> Mapping[str, TensorBase]:
@@ -120,7 +120,7 @@ class CopierInterface(ABC):
 
     @abstractmethod
     def submit_io(self, use_buf_register: bool, max_copy_block_size: int) -> cpp.gds_device_buffer:
-        """Starts reading, and returns the buffer. It is counted until the framework frees it."""
+        """Starts reading, and returns the buffer. `get_mem_used` includes it until the framework frees it."""
 
     @abstractmethod
     def wait_io(
@@ -166,8 +166,8 @@ class EngineCopier(CopierInterface):
     """Loads plain or compressed files through overwire, directly to the device.
 
     names: the tensors to load, None for all; set it before `submit_io`. read: as for
-    `overwire.load_file`. dtype: the dtype of `wait_io`, if it is known before; floats are then
-    converted to it during the load. found: the tensors that have arrived. Several threads may wait
+    `overwire.load_file`. dtype: the dtype that `wait_io` will get, if it is known in advance;
+    floats are then converted to it during the load. found: the tensors that have arrived. Several threads may wait
     simultaneously.
     """
 
@@ -184,7 +184,7 @@ class EngineCopier(CopierInterface):
         self._lock = new_lock()
 
     def set_o_direct(self, enable: bool) -> None:
-        """Does nothing: the engine chooses."""
+        """Does nothing: the engine decides whether to use O_DIRECT."""
 
     def enable_tensor_readiness(self) -> bool:
         return True
