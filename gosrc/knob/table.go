@@ -46,8 +46,7 @@ var (
 		"Load local files from the host store (`overwire host`): off, auto (the user's own store), or the path of its "+
 			"socket.")
 	Log = choice("OVERWIRE_LOG", "metrics.md",
-		"Log level: info logs one line per load and save, except of single tensors below 256 MiB. debug also logs "+
-			"those, and counters. json logs one object per line.",
+		"Log level: info logs loads and saves, debug also small ones and counters, json writes one object per line.",
 		[]string{"warning", "debug", "info", "json", "error", "silent"},
 		alias{name: "DEBUG", to: whenTrue("debug"), shared: true},
 		alias{name: "SILENT", to: whenTrue("silent"), shared: true})
