@@ -38,7 +38,7 @@ def test_a_part_of_a_checkpoint_is_never_the_whole(tmp_path: Path) -> None:
     for number, (header, data, text) in enumerate([
         ('{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},"a":{"dtype":"U8","shape":[1],"data_offsets":[1,2]}}', b"ab", "twice"),
         ('{"a":{"dtype":"U8","shape":[1],"data_offsets":[1,2]}}', b"ab", "a gap before it"),
-        ('{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}', b"ab", "1 bytes after"),
+        ('{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}', b"ab", "1 unused bytes follow"),
         ('{"__metadata__":{"k":1},"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}', b"a", "not strings"),
     ]):  # fmt: skip
         path = tmp_path / f"header{number}/shard-00001-model-00001-of-00001.safetensors"
