@@ -12,8 +12,6 @@ raise an error that names the block. The group then cannot be used again, but ea
 from __future__ import annotations
 
 import hashlib
-import math
-import mmap
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,7 +29,7 @@ from ..distributed.meeting import meet
 from ..errors import ArgumentError, IOFailure, NotSupportedError, OverwireError
 from ..jobs import log
 from .blocks import Block
-from .stored import SharedMemory, StoredBlock, max_sizes
+from .stored import SharedMemory, StoredBlock, max_sizes, place_streams, round_up
 
 if TYPE_CHECKING:
     from ..distributed.group import Members
@@ -68,7 +66,7 @@ class BlockGroup:
         self._broken = ""
         self._whole = True  # whether each rank copies all parts from the host
         self._handle = 0
-        most = sum(_whole_pages(sum(_whole_pages(size, 256) for size in max_sizes(one))) for _, one in sizes)
+        most = sum(round_up(place_streams(max_sizes(one))[1]) for _, one in sizes)
 
         def make_offer() -> Any:
             number = device.index if device.type == "cuda" else -1
@@ -92,7 +90,7 @@ class BlockGroup:
         memory.owner, memory.number = self, len(self._names)
         self._names.append(name)
         self._memories.add(memory)
-        self._end += _whole_pages(nbytes)
+        self._end += round_up(nbytes)
         return memory
 
     def agree_on(self, name: str, store: Callable[[], StoredBlock]) -> StoredBlock:
@@ -133,7 +131,7 @@ class BlockGroup:
 
         Raises OutOfMemoryError and DeviceError on all ranks."""
         torch.cuda.empty_cache()  # the engine needs the memory for the buffers
-        nbytes, members, setting = _whole_pages(nbytes), self._members, ranks.exchange_setting()
+        nbytes, members, setting = round_up(nbytes), self._members, ranks.exchange_setting()
         offers = members.gather_results(lambda: _verbs.gather_offer(self._handle, buffers, nbytes))
 
         def map_buffers() -> tuple[str, bool]:
@@ -246,7 +244,3 @@ def _text_of(error: BaseException) -> str:
 
 def _describe_slow() -> str:
     return "the GPUs have not copied it"
-
-
-def _whole_pages(nbytes: int, page: int = mmap.PAGESIZE) -> int:
-    return math.ceil(nbytes / page) * page

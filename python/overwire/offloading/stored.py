@@ -157,7 +157,7 @@ class SharedMemory(HostMemory):
         """base: the address of all shared memory. ranks: this rank, and how many there are."""
         self.place, self.digests = place, b""
         self.number, self.owner = 0, object()
-        self.share = -(-nbytes // ranks[1] // mmap.PAGESIZE) * mmap.PAGESIZE  # page-locked memory has whole pages
+        self.share = round_up(-(-nbytes // ranks[1]))  # page-locked memory has whole pages
         low = min(ranks[0] * self.share, nbytes)
         octets = (ctypes.c_uint8 * nbytes).from_address(base + place)
         part = low, min(low + self.share, nbytes)
@@ -170,11 +170,11 @@ _Allocate = Callable[[int], StoredMemory]
 
 def place_tensors(tensors: list[torch.Tensor]) -> tuple[list[Place], int]:
     """Returns consecutive positions for tensors in a slot, and the total bytes."""
-    places, end = [], 0
-    for tensor in tensors:
-        nbytes = tensor.numel() * tensor.element_size()
-        places.append(Place(end, nbytes, tensor.dtype, tuple(tensor.shape), tuple(tensor.stride())))
-        end += -(-nbytes // _ALIGN) * _ALIGN
+    spans, end = place_streams([tensor.numel() * tensor.element_size() for tensor in tensors])
+    places = [
+        Place(offset, nbytes, tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()))
+        for tensor, (offset, nbytes) in zip(tensors, spans, strict=True)
+    ]
     return places, end
 
 
@@ -204,7 +204,7 @@ def encode_block(
             digests = digest_rows([(row.data_ptr(), row.numel()) for row in rows], device)
         spans = iter((_encode_on_gpu if on_gpu else _encode_on_host)(tensors, rows, device))
         parts = [one if isinstance(one, FileStream) else next(spans) for one in contents]
-        offsets, end = _place_streams([one.nbytes for one in parts])
+        offsets, end = place_streams([one.nbytes for one in parts])
         streams = [
             (offset, length, one.chunk if isinstance(one, FileStream) else CHUNK)
             for (offset, length), one in zip(offsets, parts, strict=True)
@@ -327,7 +327,7 @@ def _encode_on_gpu(
     if not rows:
         return []
     number, stream = device.index, gpu.current_stream(device.index)
-    spaces, end = _place_streams(max_sizes([row.numel() for row in rows]))
+    spaces, end = place_streams(max_sizes([row.numel() for row in rows]))
     with _errors_of(str(device), end):
         space = torch.empty(end, dtype=torch.uint8, device=device)
     contents = [
@@ -348,12 +348,18 @@ def max_sizes(sizes: list[int]) -> list[int]:
     return longest
 
 
-def _place_streams(lengths: list[int]) -> tuple[list[tuple[int, int]], int]:
+def place_streams(lengths: list[int]) -> tuple[list[tuple[int, int]], int]:
+    """Returns consecutive offsets for streams, each with its length, and the total bytes."""
     streams, end = [], 0
     for length in lengths:
         streams.append((end, length))
-        end += -(-length // _ALIGN) * _ALIGN
+        end += round_up(length, _ALIGN)
     return streams, end
+
+
+def round_up(nbytes: int, unit: int = mmap.PAGESIZE) -> int:
+    """Returns the smallest multiple of a unit that is at least `nbytes`."""
+    return -(-nbytes // unit) * unit
 
 
 def _transform_of(tensor: torch.Tensor, row: torch.Tensor) -> int:
