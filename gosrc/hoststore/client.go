@@ -120,8 +120,7 @@ type refusalError struct{ error }
 func (r *refusalError) Unwrap() error { return r.error }
 
 // fetch returns a source of the bytes with a name, or nil if the store does not have them. uri names the source in
-// errors. A size of -1 means any. It accepts only a descriptor with bytes that cannot change and that begin with what
-// front names.
+// errors. It accepts only a descriptor with bytes that cannot change and that begin with what front names.
 func (c *Client) fetch(ctx context.Context, name string, front label, size int64, uri string) (source.Source, error) {
 	r, fd, err := c.ask(ctx, request{Op: opGet, Name: name}, quick)
 	if err != nil {
@@ -142,7 +141,7 @@ func (c *Client) fetch(ctx context.Context, name string, front label, size int64
 	if err != nil {
 		return nil, err
 	}
-	if src.Size() != size && size >= 0 {
+	if src.Size() != size {
 		err = errs.New(errs.ErrCorrupt, "the store sent %d bytes instead of %d", src.Size(), size)
 	} else {
 		err = compareName(ctx, src, front)

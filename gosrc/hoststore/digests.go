@@ -22,6 +22,7 @@ import (
 // store has these bytes under the name, even if another process has put them there.
 type ownContainer struct {
 	name    string
+	size    int64
 	front   label // of its header and index
 	digests map[digest.Sum]bool
 }
@@ -100,7 +101,7 @@ func takeFrom(missing, sums map[digest.Sum]bool) bool {
 
 // fetchPart returns a container, or nil if the store does not have it.
 func fetchPart(ctx context.Context, c *Client, o ownContainer) (*Part, error) {
-	src, err := c.fetch(ctx, o.name, o.front, -1, "host store entry "+o.name[:12])
+	src, err := c.fetch(ctx, o.name, o.front, o.size, "host store entry "+o.name[:12])
 	if err != nil || src == nil {
 		return nil, err
 	}
@@ -123,7 +124,7 @@ func KeepBytes(ctx context.Context, src source.Source, digests []digest.Sum) err
 	if path == off {
 		path = auto
 	}
-	o := ownContainer{digests: map[digest.Sum]bool{}}
+	o := ownContainer{size: src.Size(), digests: map[digest.Sum]bool{}}
 	for _, sum := range digests {
 		o.digests[sum] = true
 	}

@@ -30,7 +30,7 @@ func KeepOnHost(ctx context.Context, j *job.Job, spec Spec, in []Tensor) (Report
 func keepTensors(ctx context.Context, s *sleeper, in []Tensor) error {
 	yes := true
 	link := hoststore.NewLink(&yes)
-	parts, rest, err := findParts(ctx, s, link, in)
+	sums, parts, rest, err := findParts(ctx, s, link, in)
 	link.Done()
 	for i := range parts {
 		_ = parts[i].Source.Close()
@@ -40,9 +40,7 @@ func keepTensors(ctx context.Context, s *sleeper, in []Tensor) error {
 	}
 	s.report = Report{}
 	s.job.Bytes.Store(0)
-	if s.sums, err = parseDigests(s.Digests, in); err != nil {
-		return err
-	}
+	s.sums = sums
 	_, src, err := s.compressTensors(ctx, in)
 	if err != nil {
 		return err
@@ -58,13 +56,12 @@ type foundPart struct {
 	isUsed []bool
 }
 
-// findParts looks for tensors in the host store by name and digest, and returns those that it does not have. The caller
-// closes the sources, also after an error.
-func findParts(ctx context.Context, s *sleeper, link *hoststore.Link, in []Tensor) (parts []foundPart, rest []Tensor,
-	err error) {
-	sums, err := parseDigests(s.Digests, in)
-	if err != nil {
-		return nil, nil, err
+// findParts looks for tensors in the host store by name and digest. It returns the digests of all tensors, and in rest
+// the tensors that the store does not have. The caller closes the sources, even after an error.
+func findParts(ctx context.Context, s *sleeper, link *hoststore.Link, in []Tensor) (sums []digest.Sum,
+	parts []foundPart, rest []Tensor, err error) {
+	if sums, err = parseDigests(s.Digests, in); err != nil {
+		return nil, nil, nil, err
 	}
 	want := map[string]int{}
 	var all []digest.Sum
@@ -103,7 +100,7 @@ func findParts(ctx context.Context, s *sleeper, link *hoststore.Link, in []Tenso
 	if ctx.Err() != nil {
 		err = errs.Cause(ctx)
 	}
-	return parts, rest, err
+	return sums, parts, rest, err
 }
 
 func parseDigests(texts []string, in []Tensor) ([]digest.Sum, error) {

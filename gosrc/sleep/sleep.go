@@ -122,7 +122,7 @@ func (s *sleeper) runSleep(ctx context.Context, in []Tensor) (m *load.Model, err
 	yes := true
 	link := hoststore.NewLink(&yes)
 	defer link.Done()
-	parts, rest, err := findParts(ctx, s, link, in)
+	_, parts, rest, err := findParts(ctx, s, link, in)
 	ix, srcs := &tensor.Index{}, []source.Source(nil)
 	if err == nil && len(rest) > 0 {
 		var src source.Source
