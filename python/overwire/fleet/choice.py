@@ -36,7 +36,7 @@ def feeds(ray: object) -> bool:
         return False
     module = _connect() if way == "on" else sys.modules.get("ray")
     try:
-        return (way == "on" or _is_fleet(module)) and _start(module)
+        return (way == "on" or _is_fleet(module)) and _start_feeder(module)
     except Exception as error:  # no load fails because of Ray
         log.warning("overwire: ray is not used (%s): reading from the store instead", type(error).__name__)
         return False
@@ -63,7 +63,7 @@ def _connect() -> Any:
     return ray
 
 
-def _start(ray: Any) -> bool:
+def _start_feeder(ray: Any) -> bool:
     global _feeder, _session
     from .feeder import Feeder
 

@@ -137,7 +137,7 @@ class Directory:
             for name, _ in one.wants:
                 self.readers.setdefault(name, {})[node] = now
             self._end_old(now)
-            answer = self._answer(one, now)
+            answer = self._find_work(one, now)
             if answer.pieces or answer.reads or answer.stores or now >= began + POLL:
                 return answer.pieces, answer.reads, answer.stores
             try:
@@ -145,7 +145,7 @@ class Directory:
             except asyncio.TimeoutError:
                 pass
 
-    def _answer(self, one: Process, now: float) -> Answer:
+    def _find_work(self, one: Process, now: float) -> Answer:
         answer = Answer()
         count = sum(1 for lease in self.leases.values() if lease.process == one.name)
         for key, (size, since) in list(one.wants.items()):
@@ -173,7 +173,7 @@ class Directory:
         # Whether another process may read and share a piece.
         return any(key in one.wants and one.room >= size for name, one in self.processes.items() if name != but)
 
-    def _notify(self, key: Key, process: str = "") -> None:
+    def _notify_processes(self, key: Key, process: str = "") -> None:
         for name, one in self.processes.items():
             if key in one.wants or name == process:
                 one.change.set()
@@ -187,7 +187,7 @@ class Directory:
     def _end_lease(self, key: Key) -> None:
         lease = self.leases.pop(key)
         self.used[lease.node] -= lease.size
-        self._notify(key, lease.process)
+        self._notify_processes(key, lease.process)
 
     def _make_room(self, node: str, size: int, room: int, now: float) -> bool:
         # Drops the node's least recently used pieces: only those of objects that no node reads, and those that all

@@ -176,19 +176,20 @@ class Feeder:
             except Exception as error:
                 self._say("the directory does not answer", error)
                 for one in wants:
-                    self._answer(one)
+                    self._answer_question(one)
                 self._find_again()
                 continue
             for key, refs, sums, owner, seconds in pieces:
-                self._start(key, partial(self._fetch, refs=refs, sums=sums, owner=owner, seconds=seconds), True)
+                fetch = partial(self._fetch_piece, refs=refs, sums=sums, owner=owner, seconds=seconds)
+                self._start_work(key, fetch, True)
             for key in reads:
                 with self._lock:
                     self._leases.add(key)
-                if not self._start(key, self._read, False):
+                if not self._start_work(key, self._read_piece, False):
                     self._end_lease(key)
             for key in stores:
-                self._start(key, self._decline, True)
-            self._extend()
+                self._start_work(key, self._decline_piece, True)
+            self._extend_waits()
 
     def _note_alive(self) -> None:
         # A call after ray.shutdown() would start a new cluster. If the directory is lost, the next load finds out.
@@ -203,7 +204,7 @@ class Feeder:
         except Exception:
             time.sleep(1)  # the engine reads its store
 
-    def _start(self, key: directory.Key, work: Callable[[FedEvent], object], for_all: bool) -> bool:
+    def _start_work(self, key: directory.Key, work: Callable[[FedEvent], object], for_all: bool) -> bool:
         """Lets threads work on all questions for a piece, or on one of them. Returns whether there are any."""
         with self._lock:
             events = [one for piece, one in self._asked.items()
@@ -211,16 +212,16 @@ class Feeder:
             events = events if for_all else events[:1]
             self._busy.update((one["file"], one["piece"]) for one in events)
         for event in events:
-            self._work.put(partial(self._serve, work, event))
+            self._work.put(partial(self._run_work, work, event))
         return bool(events)
 
-    def _serve(self, work: Callable[[FedEvent], object], event: FedEvent) -> None:
+    def _run_work(self, work: Callable[[FedEvent], object], event: FedEvent) -> None:
         try:
             work(event)
         except Exception as error:
             if not isinstance(error, OverwireError):  # the engine reads the store itself, and reports the error
                 self._say("pieces cannot be shared", error)
-            self._answer(event)
+            self._answer_question(event)
             self._set_free(event)
 
     def _set_free(self, event: FedEvent) -> None:
@@ -228,7 +229,7 @@ class Feeder:
             self._busy.discard((event["file"], event["piece"]))
         self._todo.set()
 
-    def _extend(self) -> None:
+    def _extend_waits(self) -> None:
         # The directory has answered, so pieces that are wanted or that this process reads are on their way.
         with self._lock:
             pieces = [piece for piece, one in self._asked.items()
@@ -236,7 +237,7 @@ class Feeder:
         for file, number in pieces:
             _verbs.feed_wait(self._feed, file, number, int(_WAIT * 1000))
 
-    def _answer(self, event: FedEvent, memory: Any = None, sums: bytes = b"", owner: str = "") -> None:
+    def _answer_question(self, event: FedEvent, memory: Any = None, sums: bytes = b"", owner: str = "") -> None:
         """Answers the engine's question. Without memory, the engine reads its store."""
         file, number = event["file"], event["piece"]
         if memory is not None:
@@ -250,24 +251,24 @@ class Feeder:
             if _verbs.feed_answer(self._feed, file, number, address, size, sums):
                 self._memory[file, number], self._owners[file, number] = holder, owner
 
-    def _decline(self, event: FedEvent) -> None:
-        self._answer(event)
+    def _decline_piece(self, event: FedEvent) -> None:
+        self._answer_question(event)
         self._set_free(event)
 
-    def _fetch(self, event: FedEvent, refs: list[Any], sums: bytes, owner: str, seconds: float) -> None:
+    def _fetch_piece(self, event: FedEvent, refs: list[Any], sums: bytes, owner: str, seconds: float) -> None:
         # Starts to fetch a piece that another process has read. No thread waits in ray.get, because a ray.put of this
         # process would then wait as well.
         if not sums:  # the engine does not check a piece without checksums
-            self._answer(event)
+            self._answer_question(event)
             return
         wait = min(max(_WAIT, _READS_LONG * seconds), directory.PATIENCE)  # another process chose `seconds`
         _verbs.feed_wait(self._feed, event["file"], event["piece"], int(wait * 1000))
         future = refs[0].future()
         future.add_done_callback(
-            lambda future: self._work.put(partial(self._serve, partial(self._use, future, sums, owner), event))
+            lambda future: self._work.put(partial(self._run_work, partial(self._use_piece, future, sums, owner), event))
         )
 
-    def _use(self, future: Any, sums: bytes, owner: str, event: FedEvent) -> None:
+    def _use_piece(self, future: Any, sums: bytes, owner: str, event: FedEvent) -> None:
         """Answers with a piece that Ray has fetched. If it is lost, the question stays open."""
         key = event["name"], event["piece"]
         try:
@@ -277,12 +278,12 @@ class Feeder:
             keys = None if isinstance(error, self._ray.exceptions.OwnerDiedError) else [key]
             self._directory.drop.remote(keys, owner)
         else:
-            self._answer(event, memory, sums, owner)
+            self._answer_question(event, memory, sums, owner)
             with self._lock:
                 self._has.append(key)
         self._set_free(event)
 
-    def _read(self, event: FedEvent) -> None:
+    def _read_piece(self, event: FedEvent) -> None:
         # Reads a piece from the store, answers, and shares it. The engine does not wait for the sharing.
         key, piece, size = (event["name"], event["piece"]), (event["file"], event["piece"]), event["bytes"]
         try:
@@ -293,7 +294,7 @@ class Feeder:
                     return
                 began = time.monotonic()
                 sums = array("Q", _verbs.feed_read(self._feed, *piece, address, size)["sums"]).tobytes()
-            self._answer(event, memory, owner=self._process)
+            self._answer_question(event, memory, owner=self._process)
             after = time.monotonic()
             ref = self._ray.put(pickle.PickleBuffer(memory))
             del holder
