@@ -208,11 +208,11 @@ def measure(fleet: Fleet, kind: str, rows: set[str], add: Callable[..., None]) -
     fleet.start_directory(replicas[LATE])
     uri = fleet.object(kind)
     one, sent = fleet.at_once(replicas[:1], uri, ray=False)
-    add(kind, "one node alone: seconds", one)
-    if "alone" in rows:
+    add(kind, "one node: seconds", one)
+    if "one" in rows:
         seconds, count = fleet.at_once(replicas[:1], fleet.object(kind), ray=True)
-        add(kind, "one node alone with Ray: time / one", seconds / one)
-        add(kind, "one node alone with Ray: bytes / one", count / sent)
+        add(kind, "one node with Ray: time / one", seconds / one)
+        add(kind, "one node with Ray: bytes / one", count / sent)
     if "four" in rows:
         seconds, count = fleet.at_once(replicas[:NODES], uri, ray=False)
         add(kind, "4 at once without Ray: time / one", seconds / one)
@@ -253,7 +253,7 @@ def main() -> int:
     parser.add_argument("--piece", default="8", help="MiB of a piece (default 8)")
     parser.add_argument("--object-store", type=int, default=2048, help="MiB of a node's object store (default 2048)")
     parser.add_argument("--kinds", default="plain,compressed", help="kinds of files (default plain,compressed)")
-    parser.add_argument("--rows", default="alone,four,late,second", help="what to measure (default: all)")
+    parser.add_argument("--rows", default="one,four,late,second", help="what to measure (default: all)")
     parser.add_argument("--repeat", type=int, default=3, help="rounds (default 3)")
     parser.add_argument("--dir", help="folder for temporary files, on a file system with extended attributes")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
