@@ -74,7 +74,7 @@ func convertAll(ctx context.Context, c *conversion, src []string, to save.Target
 	if len(src) != 1 {
 		return convertModel(ctx, c, src, to, branch{})
 	}
-	folder, ok, err := stored.FolderAt(ctx, source.LocationOf(src[0]), c.spec.Storage.Options)
+	folder, ok, err := stored.FolderAt(ctx, source.LocationOf(src[0]), c.stores)
 	if err != nil {
 		return save.Report{}, err
 	}

@@ -9,23 +9,22 @@ import (
 	"path/filepath"
 
 	"github.com/overwire/overwire/gosrc/errs"
-	"github.com/overwire/overwire/gosrc/format"
 	"github.com/overwire/overwire/gosrc/save"
 	"github.com/overwire/overwire/gosrc/stored"
 )
 
 func convertModel(ctx context.Context, c *conversion, src []string, to save.Target, in branch) (save.Report, error) {
-	access := readingAccess(c, to)
+	decrypt := settingsFor(to, c.spec.Storage.Decrypt)
 	// files are converted one by one, so include tensors that an index.json does not list
 	asFiles := c.spec.Shard == 0 && isFolder(to, src, 2)
-	m, err := stored.Open(ctx, src, access, asFiles)
+	m, err := stored.OpenIn(ctx, c.stores, src, decrypt, asFiles)
 	if err != nil {
 		return save.Report{}, err
 	}
 	isDir := isFolder(to, src, len(m.Sources))
 	if asFiles && !isDir {
 		m.Close()
-		if m, err = stored.Open(ctx, src, access, false); err != nil {
+		if m, err = stored.OpenIn(ctx, c.stores, src, decrypt, false); err != nil {
 			return save.Report{}, err
 		}
 	}
@@ -76,15 +75,14 @@ func convertModel(ctx context.Context, c *conversion, src []string, to save.Targ
 	return rep, err
 }
 
-// readingAccess returns the access options for reading sources, including settings for the target's format.
-func readingAccess(c *conversion, to save.Target) format.Access {
-	access := c.spec.Storage
-	if more := to.Settings(); len(more) > 0 {
-		more = maps.Clone(more)
-		maps.Copy(more, access.Decrypt)
-		access.Decrypt = more
+// settingsFor adds the settings with which sources are read for the target's format.
+func settingsFor(to save.Target, decrypt map[string]string) map[string]string {
+	settings := maps.Clone(to.Settings())
+	if settings == nil {
+		return decrypt
 	}
-	return access
+	maps.Copy(settings, decrypt)
+	return settings
 }
 
 // writeFolder writes files into a folder, together with the auxiliary files of the folders from. It creates the

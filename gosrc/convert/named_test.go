@@ -125,7 +125,7 @@ func TestStoredTreeFails(t *testing.T) {
 	if _, err := Convert(bg, nil, []string{dir}, "s3://models/p", save.Spec{Storage: opt}); !errors.Is(err, errs.ErrFormat) {
 		t.Fatal(err)
 	}
-	if _, files, err := open.Walk(bg, "s3://models/p", opt.Options); !errors.Is(err, errs.ErrNotFound) {
+	if _, files, err := open.With(opt.Options).Walk(bg, "s3://models/p"); !errors.Is(err, errs.ErrNotFound) {
 		t.Errorf("%v, %v", files, err)
 	}
 }

@@ -121,9 +121,6 @@ func convertFolder(ctx context.Context, c *conversion, dir string, to save.Targe
 		return rep, err
 	}
 	defer func() { err = undo(err) }()
-	spec := *c.spec
-	spec.Beside = true // a single file may be next to an index, as in dir
-	each := &conversion{spec: &spec, job: c.job, stores: c.stores}
 	in.dir, in.ours = dir, map[string]bool{}
 	for _, m := range models {
 		for _, path := range m.Paths {
@@ -132,7 +129,7 @@ func convertFolder(ctx context.Context, c *conversion, dir string, to save.Targe
 	}
 	for i, m := range models {
 		in.last = i == len(models)-1
-		one, err := convertModel(ctx, each, m.Names, to.At(publish.JoinName(to.Path, "")), in)
+		one, err := convertModel(ctx, c, m.Names, to.At(publish.JoinName(to.Path, "")), in)
 		if err != nil {
 			return rep, err
 		}

@@ -93,7 +93,7 @@ func Folder(ctx context.Context, j *job.Job, uri, dst string, opt source.Options
 
 // filesOf lists the files of a remote folder in the order in which they are fetched.
 func filesOf(ctx context.Context, uri string, opt source.Options) (dir string, files []source.Entry, err error) {
-	dir, files, err = open.Walk(ctx, uri, opt)
+	dir, files, err = open.With(opt).Walk(ctx, uri)
 	if err != nil {
 		return "", nil, err
 	}

@@ -35,7 +35,8 @@ type Writer struct {
 
 	// Complete, if not nil, is called before publishing. It returns an error if the sources have changed.
 	Complete func() error
-	// Others holds the names of other models' files that are written to the same folder.
+	// Others holds the names of other models' files that are written to the same folder. If it is not nil, a single file
+	// may be next to a shard index, as for Spec.Beside.
 	Others map[string]bool
 }
 
@@ -120,7 +121,7 @@ func (w *Writer) Write(ctx context.Context, files []File) (rep Report, err error
 	}
 	w.count(files, &rep)
 	to, err := publish.Begin(ctx, &publish.Publication{Path: w.target.Path, Remote: w.target.Remote,
-		Sharded: w.spec.Shard > 0, AllowIndex: w.spec.Beside, Like: w.spec.Like, Others: w.Others,
+		Sharded: w.spec.Shard > 0, AllowIndex: w.spec.Beside || w.Others != nil, Like: w.spec.Like, Others: w.Others,
 		Options: w.spec.Storage.Options, FS: w.spec.FS, Job: w.job, WriteTime: &w.clock.write}, all)
 	if err != nil {
 		return Report{}, err

@@ -29,9 +29,14 @@ type Model struct {
 // Open opens a model. If unlisted is set, the model includes tensors that are in the files of an
 // index.json but not listed by it.
 func Open(ctx context.Context, uris []string, access format.Access, unlisted bool) (*Model, error) {
-	stores := open.With(access.Options)
+	return OpenIn(ctx, open.With(access.Options), uris, access.Decrypt, unlisted)
+}
+
+// OpenIn is like Open, with stores that are also used for other reads. decrypt is Access.Decrypt.
+func OpenIn(ctx context.Context, stores *open.Stores, uris []string, decrypt map[string]string, unlisted bool) (
+	*Model, error) {
 	ix, srcs, sets, err := format.OpenAll(ctx, uris, stores.OpenLike, format.Options{
-		Known: codec.Known, List: stores.List, Settings: access.Decrypt, Unlisted: unlisted,
+		Known: codec.Known, List: stores.List, Settings: decrypt, Unlisted: unlisted,
 	})
 	if err != nil {
 		return nil, err
@@ -126,16 +131,15 @@ type Folder struct {
 
 // FolderAt returns the folder for a name. It lists a remote folder, and pins an hf:// folder to a commit. ok is false
 // if the name is a remote file. Local names are not looked up.
-func FolderAt(ctx context.Context, at source.Location, opt source.Options) (f Folder, ok bool, err error) {
+func FolderAt(ctx context.Context, at source.Location, stores *open.Stores) (f Folder, ok bool, err error) {
 	if !at.Remote {
 		return Folder{Path: at.Path}, true, nil
 	}
-	stores := open.With(opt)
 	dir := format.RemoteFolder(ctx, at, stores.OpenLike, format.Options{List: stores.List})
 	if dir == "" {
 		return Folder{Path: at.URI, Remote: true}, false, nil
 	}
-	pinned, files, err := open.Walk(ctx, dir, opt)
+	pinned, files, err := stores.Walk(ctx, dir)
 	if errors.Is(err, errs.ErrNotSupported) {
 		source.Notice(errs.RedactURI(dir) +
 			": this store cannot list files, so auxiliary files (configuration, tokenizer) are not copied")
@@ -174,23 +178,24 @@ func PathBelow(dir, name string) string {
 // model.
 func ExpandFolders[T any](ctx context.Context, uris []string, opt source.Options,
 	openAll func(uris []string) (T, error)) (T, error) {
-	uris = expandAll(ctx, uris, opt, false)
+	stores := open.With(opt)
+	uris = expandAll(ctx, uris, stores, false)
 	m, err := openAll(uris)
 	if !errors.Is(err, errs.ErrNotFound) {
 		return m, err
 	}
-	below := expandAll(ctx, uris, opt, true)
+	below := expandAll(ctx, uris, stores, true)
 	if slices.Equal(below, uris) {
 		return m, err
 	}
 	return openAll(below)
 }
 
-func expandAll(ctx context.Context, uris []string, opt source.Options, remote bool) (out []string) {
+func expandAll(ctx context.Context, uris []string, stores *open.Stores, remote bool) (out []string) {
 	for _, uri := range uris {
 		below := []string{uri} // if it does not exist, opening it reports that
 		if at := source.LocationOf(uri); !at.Remote || remote {
-			below = weightsBelow(ctx, at, opt, below)
+			below = weightsBelow(ctx, at, stores, below)
 		}
 		out = append(out, below...)
 	}
@@ -198,8 +203,8 @@ func expandAll(ctx context.Context, uris []string, opt source.Options, remote bo
 }
 
 // weightsBelow lists the subfolders with weights of a folder that directly contains none. Otherwise it returns usual.
-func weightsBelow(ctx context.Context, at source.Location, opt source.Options, usual []string) (below []string) {
-	f, ok, err := FolderAt(ctx, at, opt)
+func weightsBelow(ctx context.Context, at source.Location, stores *open.Stores, usual []string) (below []string) {
+	f, ok, err := FolderAt(ctx, at, stores)
 	if err != nil || !ok {
 		return usual
 	}

@@ -239,7 +239,7 @@ func TestHubPlanted(t *testing.T) {
 			if isTrusted != (got == "local" && err == nil) || !isTrusted && !errors.Is(err, errs.ErrNotFound) {
 				t.Errorf("%s, %q: %q, %v", planted, rev, got, err)
 			}
-			_, files, err := Walk(t.Context(), "hf://org/name"+rev, source.Options{Env: env})
+			_, files, err := With(source.Options{Env: env}).Walk(t.Context(), "hf://org/name"+rev)
 			if isTrusted != (len(files) == 1 && err == nil) {
 				t.Errorf("%s, %q: %v, %v", planted, rev, files, err)
 			}
@@ -256,7 +256,7 @@ func TestListOfAnotherCommit(t *testing.T) {
 	defer s.Close()
 	opt := source.Options{Env: map[string]string{"HF_ENDPOINT": s.URL, "HF_HUB_CACHE": "/none"}}
 	for rev, want := range map[string]error{"": nil, "@main": nil, "@" + other: nil, "@" + commit: errs.ErrCorrupt} {
-		at, files, err := Walk(t.Context(), "hf://org/name"+rev, opt)
+		at, files, err := With(opt).Walk(t.Context(), "hf://org/name"+rev)
 		if !errors.Is(err, want) || err == nil && (len(files) != 1 || !strings.HasSuffix(at, other)) {
 			t.Errorf("%q: %q, %v, %v", rev, at, files, err)
 		}

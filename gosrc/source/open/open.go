@@ -166,6 +166,21 @@ func (s *Stores) List(ctx context.Context, uri string) ([]string, error) {
 	return uris, err
 }
 
+// Walk returns the folder's URI and its sorted files, including those in subfolders. It uses no cache. The returned URI
+// of an hf:// repository contains the commit of the list. The errors are those of the function List.
+func (s *Stores) Walk(ctx context.Context, uri string) (at string, files []source.Entry, err error) {
+	if source.Scheme(uri) == "hf" {
+		return s.hub.Walk(ctx, uri, s.opt)
+	}
+	dir := source.Directory(uri)
+	if scheme := source.Scheme(uri); (scheme != "http" && scheme != "https") || Downloaded(uri) {
+		files, err = walkStore(ctx, uri, s.opt, true)
+	} else if err = checkSound("open", uri); err == nil {
+		files, err = http.Walk(ctx, dir, s.opt)
+	}
+	return dir, files, err
+}
+
 // openFed opens a URI at its store. Pieces of the object may come from the process's supplier.
 func (s *Stores) openFed(ctx context.Context, uri string, opt source.Options) (source.Source, error) {
 	src, err := s.openWhereItLies(ctx, uri, opt)
@@ -222,15 +237,6 @@ const (
 	azure = "Azure Blob Storage can be read over https, but not written to: write the URL of the blob, " +
 		"https://ACCOUNT.blob.core.windows.net/CONTAINER/BLOB, followed by ? and a shared access signature for reading"
 )
-
-// withoutCache returns opt without the cache option, for calls that must reach the store.
-func withoutCache(opt source.Options) source.Options {
-	if _, ok := opt.Storage["cache"]; ok {
-		opt.Storage = maps.Clone(opt.Storage)
-		delete(opt.Storage, "cache")
-	}
-	return opt
-}
 
 // cacheOf returns the cache folder of the option "cache" or of the setting. Its Path is "" if neither is set.
 func cacheOf(opt source.Options) cache.Folder {

@@ -15,7 +15,6 @@ import (
 	"github.com/overwire/overwire/gosrc/internal/modelfiles"
 	"github.com/overwire/overwire/gosrc/internal/regular"
 	"github.com/overwire/overwire/gosrc/source"
-	"github.com/overwire/overwire/gosrc/source/http"
 )
 
 // A store has the operations of a scheme that supports writing. Local files are handled by package save.
@@ -114,24 +113,6 @@ func List(ctx context.Context, uri string, opt source.Options) ([]string, error)
 	return uris, err
 }
 
-// Walk returns the folder's URI and its sorted files, including those in subfolders. The returned URI of an
-// hf:// repository contains the commit of the list. The errors are those of List.
-func Walk(ctx context.Context, uri string, opt source.Options) (at string, files []source.Entry, err error) {
-	if source.Scheme(uri) == "hf" {
-		return new(http.Hub).Walk(ctx, uri, withoutCache(opt))
-	}
-	if scheme := source.Scheme(uri); (scheme == "http" || scheme == "https") && !Downloaded(uri) {
-		if err := checkSound("open", uri); err != nil {
-			return "", nil, err
-		}
-		dir := source.Directory(uri)
-		files, err = http.Walk(ctx, dir, withoutCache(opt))
-		return dir, files, err
-	}
-	files, err = walkStore(ctx, uri, opt, true)
-	return source.Directory(uri), files, err
-}
-
 func walkStore(ctx context.Context, uri string, opt source.Options, below bool) ([]source.Entry, error) {
 	s, ok := stores[source.Scheme(uri)]
 	if !ok || s.walk == nil {
@@ -193,6 +174,15 @@ func PutOnce(ctx context.Context, uri string, opt source.Options, data []byte, f
 	}
 	opt.Once = true
 	return Put(ctx, uri, opt, data, nil, failed)
+}
+
+// withoutCache returns opt without the cache option, for calls that must reach the store.
+func withoutCache(opt source.Options) source.Options {
+	if _, ok := opt.Storage["cache"]; ok {
+		opt.Storage = maps.Clone(opt.Storage)
+		delete(opt.Storage, "cache")
+	}
+	return opt
 }
 
 func storeOf(verb, uri string) (store, error) {
