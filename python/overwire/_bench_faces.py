@@ -32,6 +32,7 @@ from typing import Any, NamedTuple
 from ._bench import print_line, run_overwire
 from ._bench_saves import find_difference, measure_saves, show_save
 from ._children import code_command
+from ._undo import keep_error
 from .model.options import parse_size
 
 Case = tuple[str, str]  # an entry point and a file
@@ -210,9 +211,10 @@ def _run_in_fork(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     reader, writer = os.pipe()
     child = os.fork()
     if not child:
-        try:
+        failure = keep_error()  # a failing library gets a row
+        with failure:
             text = json.dumps(work())
-        except BaseException as error:  # a failing library gets a row
+        if error := failure.error:
             text = json.dumps({"failed": f"{type(error).__name__}: {error}"[:300]})
         with os.fdopen(writer, "w") as pipe:
             pipe.write(text)

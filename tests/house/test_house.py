@@ -272,7 +272,6 @@ def test_one_module_chooses_the_mode_of_a_load() -> None:
 # The number of handlers in each module that catch every exception, look at it and then decide. All other modules use
 # the context managers of `_undo`.
 CATCHING = {
-    "_bench_faces": 1,  # reports it to the parent of a forked child, which must not run on
     "_imports": 1,  # `after_error` uses it
     "checkpoints.exchange": 1,  # sends it to the other ranks
     "checkpoints.groups": 1,  # raises another one
