@@ -17,8 +17,8 @@ from ._children import module_command
 from .errors import OverwireError
 
 _DOC = """Compares the dtype, shape and bytes of every tensor with what the safetensors library reads from the
-plain files. With --against safetensors, MODEL is decompressed into a temporary folder to get them. The exit
-status is 1 if something differs."""
+plain files. With --against safetensors, the command first makes the plain files: it decompresses MODEL into a temporary
+folder. The exit status is 1 if something differs."""
 
 
 def _list_files(path: Path) -> list[Path]:
@@ -26,7 +26,7 @@ def _list_files(path: Path) -> list[Path]:
 
 
 def _is_same(a: Any, b: Any) -> bool:
-    # Compares bits, so that NaNs with equal bits count as the same.
+    # Compares bits, so that NaNs with equal bits are equal.
     import torch
 
     if a.dtype != b.dtype or a.shape != b.shape:
@@ -35,7 +35,7 @@ def _is_same(a: Any, b: Any) -> bool:
 
 
 def compare_with_safetensors(model: Path, plain: Path) -> tuple[int, list[str]]:
-    """Returns how many tensors were compared, and a line for each difference. Both arguments are files or folders. One
+    """Compares two files or folders. Returns how many tensors were compared, and a line for each difference. Only one
     tensor of each model is in memory at a time."""
     from safetensors import safe_open
 
@@ -62,7 +62,7 @@ def compare_with_safetensors(model: Path, plain: Path) -> tuple[int, list[str]]:
 
 
 def main(words: list[str]) -> int:
-    """Runs the command; words exclude `verify`. Returns its exit status."""
+    """Runs the command with the arguments after `verify`. Returns the exit status."""
     parser = argparse.ArgumentParser("overwire verify", description=_DOC, allow_abbrev=False)
     parser.add_argument("model", metavar="MODEL", help="a safetensors file, or a folder with such files")
     words_for_plain = 'plain files to compare with, or "safetensors"'

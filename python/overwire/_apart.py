@@ -1,4 +1,4 @@
-"""Checks that output memory does not overlap other memory. All codecs use it."""
+"""Checks that output memory does not overlap other memory. All codecs use this check."""
 
 from __future__ import annotations
 

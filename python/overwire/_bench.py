@@ -1,8 +1,8 @@
 """Implements `overwire bench --ranks N`: several processes load together, compared with the machine's limits.
 
 This process makes the model's files, starts one `_bench_rank` process per rank, and prints their
-rows. Ranks share GPUs if there are fewer GPUs than ranks. Each transport runs in new
-processes, because first loads are measured. If a rank fails, all ranks are killed.
+rows. If there are fewer GPUs than ranks, ranks share them. Each transport runs in new processes, because the first load
+of a process is also measured. If a rank fails, all ranks are killed.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _WAYS = ("mapped", "collective", "none")
 _DOC = """Loads a model in several processes of a torch.distributed group. Each rank loads the whole model,
 and then a tensor-parallel slice, from a compressed and from a plain file. All transports are measured,
 or only the one in OVERWIRE_EXCHANGE. Other rows show the machine's limits and other installed libraries.
-A row shows the time of the slowest rank, in the best of --repeat loads after the first, and the CPU time
-of all ranks. All tensors are compared with the plain file. The command requires torch, and free
-space in the folder for twice --size."""
+A row shows the time of the slowest rank and the CPU time of all ranks, for the fastest of the --repeat loads after the
+first one. All tensors are compared with the plain file. The command requires torch, and free space in the folder for
+twice --size."""
 
 
 def _parse_arguments(words: list[str]) -> argparse.Namespace:

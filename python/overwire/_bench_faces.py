@@ -1,10 +1,11 @@
 """Implements `overwire bench --device cuda`: the engine's rows, then loads through each entry point, then
 saves (`_bench_saves`).
 
-A row is measured in new processes, each forked from a process that has only imported torch. Each loads the file twice.
-The modules that a program imports itself are imported before the timing starts; modules that the first call imports are
-part of its time. Each round runs the rows in random order. The tensors are compared with the plain file, which is read
-without overwire. The first round compares those of the first load, the second round those of the second load.
+A row is measured in new processes, which are forked from a process that has only imported torch. Each process loads the
+file twice. The modules that a program imports itself are imported before the timing starts; modules that the first call
+imports are part of its time. Each round runs the rows in random order. The tensors are compared with the plain file,
+which is read without overwire. The first round compares the tensors of the first load, and the second round those of
+the second load.
 """
 
 from __future__ import annotations
@@ -158,7 +159,7 @@ def _build_module(shapes: dict[str, list[int]]) -> Any:
 
 
 def _write_files(folder: Path, device: str) -> dict[str, int]:
-    """Writes the other files from the plain one. Returns the number of tensor bytes."""
+    """Converts the plain file to the other kinds of files. Returns the number of tensor bytes."""
     import overwire as ow
 
     from .compat.tensorizer import TensorSerializer
@@ -197,7 +198,7 @@ def _load_twice(face: str, file: Path, device: str, compared: int) -> dict[str, 
         if gpu:
             torch.cuda.synchronize(device)
         row[which] = time.perf_counter() - began
-        if gpu and not number:  # not in the second load: torch caches memory that the comparison used
+        if gpu and not number:  # only the first load: later, torch has cached memory that the comparison used
             total = sum(tensor.nbytes for tensor in tensors.values())
             row["beside"] = unused - torch.cuda.mem_get_info(device)[0] - total
         if number == compared and (wrong := find_difference(tensors, file.parent / "plain")):

@@ -31,12 +31,13 @@ from .distributed import shard_range
 
 dist: Any = torch.distributed  # the type stubs are incomplete
 
-_SLOTS = 6 << 20  # pinned bytes per reading thread: SlotsEach steps, as in gosrc/bench/reading.go
+_SLOTS = 6 << 20  # pinned bytes per reading thread: the size of SlotsEach steps in gosrc/bench/reading.go
 _THREADS = 16  # minimum number of reading threads over all ranks
 
 
 def _cut_of_llama(name: str, shape: tuple[int, ...]) -> int | None:
-    """Returns the dimension along which Megatron slices a Llama tensor: 1 for row-parallel layers, else 0."""
+    """Returns the dimension along which Megatron slices a Llama tensor: 1 for row-parallel layers, 0 for other
+    matrices, None (no slices) for vectors."""
     if len(shape) < 2:
         return None
     return 1 if name.endswith(("o_proj.weight", "down_proj.weight")) else 0
@@ -54,7 +55,7 @@ def _load_fastsafetensors(file: str, device: str) -> dict[str, Any]:
     loader.add_filenames({rank: [file] if rank == 0 else [] for rank in range(dist.get_world_size())})
     buffer = loader.copy_files_to_device()
     tensors = {name: buffer.get_tensor(name) for name in loader.get_keys()}
-    tensors = {name: tensor.clone() for name, tensor in tensors.items()}  # memory of the caller, as in other rows
+    tensors = {name: tensor.clone() for name, tensor in tensors.items()}  # the caller owns the memory, as in other rows
     buffer.close()
     loader.close()
     return tensors
@@ -70,7 +71,7 @@ class _Rank:
         self.floors: dict[str, float] = {}
 
     def join(self) -> None:
-        """Collective: creates the group. NCCL does not support ranks that share a GPU; these use gloo."""
+        """Collective: creates the group. Ranks that share a GPU use gloo, because NCCL does not support them."""
         if self.cuda:
             torch.cuda.set_device(self.device)
         backend = "nccl" if self.cuda and not self.shares_gpus else "gloo"
@@ -104,8 +105,8 @@ class _Rank:
             sys.stdout.flush()
 
     def load_reference(self) -> None:
-        """Maps the plain file without overwire. Copies it to the GPU if it takes less than a third of the
-        free GPU memory."""
+        """Maps the plain file without overwire. Copies the tensors to the GPU if they take less than a third of its
+        free memory."""
         self.whole = read_plain(self.folder / "plain.safetensors")
         self.bytes = sum(plain.numel() for plain, _, _ in self.whole.values())
         if self.cuda:
@@ -136,9 +137,10 @@ class _Rank:
         return sum(tensor.nbytes for tensor in got.values())
 
     def read_floor(self, path: Path, mine: bool) -> tuple[float, float, int]:
-        """Collective: measures how fast threads can read a file as plain bytes. They read into pinned memory
-        and copy it to the GPU; on the host they read into memory that was written before. mine: each rank
-        reads its part; otherwise rank 0 reads all. Returns the seconds, the CPU seconds, and the file's bytes."""
+        """Collective: measures how fast threads can read a file as plain bytes. They read into pinned memory and copy
+        from there to the GPU; without a GPU they read into memory that was written before. mine: whether each rank
+        reads its part; otherwise rank 0 reads the whole file. Returns the seconds, the CPU seconds, and the file's
+        bytes."""
         size = path.stat().st_size
         low, high = (
             (size * self.rank // self.ranks, size * (self.rank + 1) // self.ranks)
@@ -160,10 +162,10 @@ class _Rank:
         for name in ("packed", "plain"):
             for is_own, who in ((True, "each rank reads its part"), (False, "rank 0 reads all")):
                 seconds, cpu, size = self.read_floor(self.folder / f"{name}.safetensors", is_own)
-                # The rate counts tensor bytes. The ranks together read the file once.
+                # The rate counts tensor bytes. All ranks together read the file once.
                 rate = self.bytes / seconds / 1e9
                 self.say(row=f"floor: {_title_of(name)}, {who}", all=rate, stored=size / seconds / 1e9, cpu=cpu)
-                self.floors.setdefault(name, rate)  # the first of the two is the limit: each rank reads its part
+                self.floors.setdefault(name, rate)  # the limit: each rank reads its part
 
     def add_row(self, title: str, load: Callable[[], dict[str, Any]], shard: Any, floor: float) -> None:
         """Collective: checks a load's tensors, then times it."""

@@ -24,7 +24,7 @@ from typing import Any
 
 Tensors = dict[str, Any]
 Wait = Callable[[], Any]
-Save = Callable[[Tensors, str], Wait | None]  # returns once the tensors may change; call the result to wait for the end
+Save = Callable[[Tensors, str], Wait | None]  # returns when the tensors may change; its result waits for the end
 Run = Callable[[Callable[[], Any]], Any]
 
 _KINDS = {"BF16": "bfloat16", "F32": "float32", "F16": "float16"}
@@ -211,7 +211,8 @@ def _save_twice(name: str, plain: Path, device: str, folder: Path) -> dict[str, 
 
 
 def measure_saves(plain: Path, device: str, folder: Path, names: str, run: Run) -> list[dict[str, Any]]:
-    """Measures the saves with names that contain one of the comma-separated `names`. run: runs a function in a fork."""
+    """Measures each save whose name contains one of the comma-separated `names`. run: a function that runs another one
+    in a fork."""
     rows = []
     for name, (_, _, package) in _WAYS.items():
         if package and importlib.util.find_spec(package) is None:

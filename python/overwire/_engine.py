@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 TAKE_ALL, TAKE_NEXT, TAKE_RAW, TAKE_LAST = 0, 1, 2, 4
 FREE_NOW, FREE_ENDED = 0, 1
 
-_EXIT_MS = 2000  # how long process exit waits for cancelled jobs
+_EXIT_MS = 2000  # how long the exit of the process waits for cancelled jobs
 
 # The free address space that the engine needs to start, without its threads' stacks. Go reserves 1.2 GiB
 # for its tables, most of it unused, and grows its heap in steps of 64 MiB.
@@ -72,9 +72,9 @@ class _Exiting:
     def __getattr__(self, name: str) -> Any:
         self.hold_daemon()
         if name == "free":
-            return lambda *args: None  # finalizers have nothing left to free
+            return lambda *args: None  # for finalizers, which have nothing left to free
         if name == "forked":
-            return bool  # bool() returns False
+            return bool  # called without arguments, it returns False
 
         def refuse(verb: str, *rest: Any) -> Any:
             if verb in ("cancel", "gpu_stream_free"):
@@ -100,7 +100,7 @@ def open_library() -> Any:
             import atexit
 
             _refuse_few_descriptors()
-            threads = 2 * len(os.sched_getaffinity(0)) + 8  # the engine's first threads, and some in reserve
+            threads = 2 * len(os.sched_getaffinity(0)) + 8  # the engine's first threads, and a reserve
             _refuse_small_address_space(threads)
             _refuse_few_threads(threads)
             from . import _core as raw
@@ -225,7 +225,7 @@ def _load_library() -> Any:
             return _loaded
         import json
 
-        # Go has the environment from the start of the process and does not see changes to os.environ.
+        # Go reads the environment once, so it does not see later changes to os.environ.
         facts = json.loads(raw.setup(json.dumps(settings()), JobNumber, ModelNumber)[0])
         if facts["warnings"] or facts["log"]:
             import logging
@@ -286,12 +286,12 @@ class HandleOwner:
 
 
 class Freed(int):
-    """A handle number that the engine has freed. It has no `__del__`, because Python discards a Ctrl-C that
+    """A handle number that the engine has freed. The class has no `__del__`, because Python discards a Ctrl-C that
     arrives when a finalizer begins."""
 
 
 class _Number(Freed):
-    """A handle number that is freed with its last reference."""
+    """A handle number. Dropping the last reference frees the handle."""
 
     how = FREE_NOW
     __reduce_ex__ = HandleOwner.__reduce_ex__
@@ -318,7 +318,8 @@ class ModelNumber(_Number):
 
 
 def handle(number: int) -> int:
-    """Returns a valid handle number unchanged. Raises ArgumentError for other values; Go would read True as 1."""
+    """Returns a valid handle number unchanged. Raises ArgumentError for other values, also for True, which Go would
+    read as 1."""
     if type(number) in (int, JobNumber, ModelNumber, Freed) and 0 < number < 1 << 63:
         return number
     from . import errors
@@ -371,9 +372,9 @@ def cli(argv: Sequence[str], names: dict[str, str] | None = None, kinds: dict[st
     """Runs a command line and returns its exit status. argv excludes the program's name. names, kinds: as for
     `program`.
 
-    The engine writes to descriptors 1 and 2. Ctrl-C, SIGTERM, SIGHUP and a closed output
-    (`| head`) cancel the work and wait until temporary files are removed. After Ctrl-C it
-    returns 130; the other signals then end the process with their default action.
+    The engine writes to descriptors 1 and 2. Ctrl-C, SIGTERM, SIGHUP and a closed output (`| head`) cancel the work.
+    The function then waits until temporary files are removed. After Ctrl-C it returns 130; after another signal, that
+    signal's default action ends the process.
     """
     import json
     import signal
@@ -387,7 +388,7 @@ def cli(argv: Sequence[str], names: dict[str, str] | None = None, kinds: dict[st
     for number, stream in ((1, sys.stdout), (2, sys.stderr)):
         if stream is not None:
             stream.flush()
-        else:  # the descriptor is closed: writes must fail, and not reach the next file that is opened
+        else:  # the descriptor is closed: writes must fail instead of reaching the file that is opened next
             nowhere = os.open(os.devnull, os.O_RDONLY)
             if nowhere != number:
                 os.dup2(nowhere, number)
@@ -409,7 +410,7 @@ def cli(argv: Sequence[str], names: dict[str, str] | None = None, kinds: dict[st
         try:
             core().wait(job, 30.0)  # enough on a busy machine; a second Ctrl-C ends the wait
         except (errors.OverwireError, KeyboardInterrupt):
-            pass  # the job's error after the cancel, or a second signal
+            pass  # ignores the error of the cancelled job, or a second signal
         if signals:
             signal.signal(signals[0], signal.SIG_DFL)
             os.kill(os.getpid(), signals[0])

@@ -8,7 +8,7 @@ from ._tables import SETTINGS, STORES
 
 _adopted = False
 
-# Variables that a store may need: whole names, and prefixes of names.
+# The variables that a store may need, by their whole names. _PREFIXES has the prefixes of other names.
 _NAMES = {name for name in STORES if not name.endswith("*")}
 _NAMES |= {name.lower() for name in _NAMES if name.endswith("_PROXY")}
 # Variables in which huggingface_hub expands ~ and $NAME.

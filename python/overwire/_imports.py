@@ -1,5 +1,5 @@
-"""Handles imports that another thread or a signal handler may interrupt, pauses the cycle
-collector and signal handlers, and recognizes process groups that were made before a fork.
+"""Helps with imports that another thread or a signal handler may interrupt. Also pauses the cycle collector and signal
+handlers, and recognizes process groups that were made before a fork.
 
 The package imports this module first, so it only imports modules that Python has already loaded.
 """
@@ -65,7 +65,7 @@ def pause_collector() -> bool:
 
 
 def resume_collector() -> None:
-    """Ends a pause."""
+    """Ends a pause that `pause_collector` began."""
     import gc
 
     gc.enable()
@@ -149,8 +149,8 @@ class Undisturbed:
 
     Handlers run in the main thread between any two bytecodes. A handler that calls overwire during
     an import, or while the engine is loading, would find an incomplete module. Only use this for work
-    that takes milliseconds. Ctrl-C's default handler, which raises KeyboardInterrupt, is only
-    delayed with `ctrl_c`; `start_thread` needs that. In other threads no signal is delayed.
+    that takes milliseconds. Ctrl-C's default handler, which raises KeyboardInterrupt, is only delayed if `ctrl_c` is
+    set, as by `start_thread`. In threads other than the main thread, no signal is delayed.
 
     The cycle collector is paused in all threads. It would run finalizers, and an import that
     creates many objects would make it scan all of torch's objects.
@@ -167,7 +167,7 @@ class Undisturbed:
         import gc
 
         try:
-            self._collects = gc.isenabled()  # first, because Ctrl-C may interrupt the next line
+            self._collects = gc.isenabled()  # set it before gc.disable(), because Ctrl-C may come between the two lines
             if self._collects:
                 pause_collector()
             for number in range(1, _signal.NSIG):

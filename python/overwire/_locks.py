@@ -1,5 +1,5 @@
-"""Makes reentrant locks, for code that signal handlers and finalizers also run. In a forked child, locks that
-other threads held at the fork are free again. Also tells whether this process was forked."""
+"""Makes reentrant locks, for code that signal handlers and finalizers also run. In a forked child, a lock that another
+thread held at the fork is free again. Also reports whether this process was forked."""
 
 import _thread
 import _weakref
@@ -22,7 +22,8 @@ def new_lock() -> "Any":
 
 
 def is_fork() -> bool:
-    """Returns whether this process was forked. Threads of libraries such as torch may then only exist in its parent."""
+    """Returns whether this process was forked. If so, the threads of libraries such as torch may exist only in its
+    parent."""
     return bool(_forks)
 
 

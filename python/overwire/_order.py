@@ -70,13 +70,14 @@ class Saver:
 
 def await_saves(request: Mapping[str, Any]) -> None:
     """Waits for background saves to the path or folder that a request writes. Raises the error of a failed
-    save unless it was raised before. Ignores requests of background saves, which have claimed their paths already."""
+    save unless it was raised before. Does nothing for requests of background saves, which have already claimed their
+    paths."""
     if _savers and request.get("path") and not request.get("background"):
         await_path(request["path"])
 
 
 def await_path(path: str) -> None:
-    """Like `await_saves`, for one path."""
+    """Waits for background saves to one path, like `await_saves`."""
     while _savers:
         with lock:
             earlier = _saver_of(_keys_of(path))
@@ -86,8 +87,8 @@ def await_path(path: str) -> None:
 
 
 def await_all() -> None:
-    """Waits for all background saves, for commands with paths that are not known here. Raises
-    the error of a failed save unless it was raised before."""
+    """Waits for all background saves. Commands call it, because only the engine knows their paths. Raises the error of
+    a failed save unless it was raised before."""
     while _savers:
         with lock:
             earlier = next((one for one in _savers if one._thread != get_ident()), None)

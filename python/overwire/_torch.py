@@ -1,7 +1,7 @@
 """Implements commands on files and folders of other libraries.
 
-It converts the sources to temporary plain files, and then runs the engine's command on them in another process. The
-plain files are in a temporary folder for `compress` and `convert`, and in memory for other commands.
+A command first converts the sources to temporary plain files. Then it runs the engine's command on them in another
+process. The plain files are in a temporary folder for `compress` and `convert`, and in memory for other commands.
 """
 
 from __future__ import annotations

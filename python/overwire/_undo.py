@@ -17,7 +17,7 @@ class after_error(partial[object]):
     If the function raises an Exception, the block's exception is still raised, with the function's traceback in its
     notes. If the block's exception is GeneratorExit, the function's exception is raised instead, because Python
     discards GeneratorExit when it closes a generator. If Ctrl-C comes while the function runs, KeyboardInterrupt is
-    raised after it, with the block's exception as its context.
+    raised when the function has returned, with the block's exception as its context.
 
     The function also runs in a child that was forked inside the block. Functions that change files or jobs must
     therefore do nothing in a forked child.
@@ -59,14 +59,14 @@ class after_error(partial[object]):
 
 
 class after_error_at_store(after_error):
-    """Like `after_error`, for functions that wait for a server. Signal handlers run meanwhile, so Ctrl-C interrupts the
-    function. It must then leave nothing on this host."""
+    """Like `after_error`, for functions that wait for a server. Signal handlers run while the function runs, so Ctrl-C
+    can interrupt it. An interrupted function must leave nothing on this host."""
 
     _delays = False
 
 
 class tell_error(after_error):
-    """Like `after_error`, with the exception as the function's last argument."""
+    """Like `after_error`, but passes the exception to the function as its last argument."""
 
     _tells = True
 
@@ -81,8 +81,8 @@ def _add_note(error: BaseException, second: BaseException) -> None:
 
 class keep_error:
     """A context manager that keeps an exception in `error` instead of raising it, for code that must do something else
-    first. It can be entered several times, even in several threads. It keeps the first exception. GeneratorExit is
-    raised, because it must end a generator.
+    first. The manager can be entered several times, even in several threads, and keeps the first exception. It does not
+    keep GeneratorExit, which must end a generator.
 
     error: an earlier exception, which is kept."""
 

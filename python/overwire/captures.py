@@ -15,8 +15,8 @@ _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 
 @contextlib.contextmanager
 def beside_captures() -> Iterator[None]:
-    """A context for torch calls that protects CUDA graphs which other threads capture in torch's
-    default mode. Without it, an allocation that grows torch's memory pool invalidates them."""
+    """A context for torch calls. It protects CUDA graphs that other threads are capturing in torch's default mode.
+    Without it, an allocation that grows torch's memory pool would invalidate these graphs."""
     before = _verbs.gpu_mode(_RELAXED)
     try:
         yield

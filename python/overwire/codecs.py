@@ -6,10 +6,10 @@
     plain = codecs.decode(stored)                       # bytes of the same length
     many = codecs.encode([a, b, c], "Zstd", bitstream="raw")
 
-`bitstream` is the framing of a block. "native" is a container of independent chunks
-that names its algorithm and length. "raw" is a single block without a header, which lz4, zstandard, zlib, python-snappy
-and nvCOMP can read. "with_size" is the content length (little-endian in 8 bytes; for LZ4 in 4, as in numcodecs) and a
-raw block. Native streams are overwire's own format; nvCOMP 2.2's are also read (docs/nvcomp.md).
+`bitstream` is the framing of a block. "native" is a container of independent chunks, with the algorithm and the length
+in its header. "raw" is a single block without a header, which lz4, zstandard, zlib, python-snappy and nvCOMP can read.
+"with_size" is the content length, little-endian in 8 bytes (for LZ4 in 4, as in numcodecs), followed by a raw block.
+Native streams are overwire's own format. Native streams of nvCOMP 2.2 can also be read (docs/nvcomp.md).
 
 Streams may be untrusted. Before memory is allocated, a stated length is compared
 with the largest length that the stored bytes can decode to. A decoder fills exactly that
@@ -52,7 +52,8 @@ _VERIFY = {False: "", True: "present", "always": "always"}
 
 
 class Span(NamedTuple):
-    """Host memory: `nbytes` bytes at `address`. `keep` owns the memory: hold it as long as you use the memory."""
+    """Host memory: `nbytes` bytes at `address`. `keep` owns the memory: keep this object as long as you use the
+    memory."""
 
     address: int
     nbytes: int
@@ -101,8 +102,8 @@ def span(source: Any, *, writable: bool = False) -> Span:
     """Returns the memory of a host buffer without a copy. The source must support Python's
     buffer protocol or DLPack, and be dense in C order. A Span is returned unchanged.
 
-    Raises ArgumentError for a source that has neither, is not dense, or is read-only
-    although `writable` is set; NotSupportedError for GPU memory.
+    Raises ArgumentError for a source that supports neither, is not dense, or is read-only although `writable` is set,
+    and NotSupportedError for GPU memory.
     """
     if isinstance(source, Span):
         return source
@@ -231,7 +232,7 @@ def run(
     if results[1]:
         return _coded_of(results)
     job = Job(codec(text, operands), f"codec {op}")
-    with after_error(job.abandon):  # nothing writes to the buffers after this
+    with after_error(job.abandon):  # after `abandon`, nothing writes to the buffers
         return _coded_of(job.result())
 
 
@@ -318,14 +319,14 @@ def encode(
     `algorithm` is one of `algorithms()`. `chunk_size` is the content of a native chunk in
     bytes (default 64 KiB; X16: 1 MiB; at most 16 MiB). `level` applies to Deflate, Gzip
     and GDeflate: 0 (only entropy coding) to 5 (smallest). `dtype` is a safetensors dtype
-    name. X16 chooses its transform by it ("BF16"; by default X16 examines the bytes). Cascaded needs it for the size
-    and sign of its elements ("I32"; by default they are single bytes). `cascaded` has the numbers of run-length and
-    difference layers, up to 7, and whether bits are packed; None means (2, 1, True). `checksums` puts CRC-32 sums of
-    the header, the stored bytes and the plain bytes into native streams.
+    name. X16 chooses its transform by the dtype ("BF16"; by default X16 examines the bytes). Cascaded takes the size
+    and the sign of its elements from the dtype ("I32"; by default elements are single bytes). `cascaded` has the
+    numbers of run-length and difference layers, up to 7, and whether bits are packed; None means (2, 1, True).
+    `checksums` puts CRC-32 sums of the header, the stored bytes and the plain bytes into native streams.
 
     Returns a memoryview that owns its memory. With `out` (a writable buffer, or a list with a buffer or None for each
     source) it returns the written part of `out`. Raises ArgumentError, for example if `out` is too small (`max_size`
-    returns a sufficient size) or overlaps another output or a source. In these cases nothing is written.
+    returns a sufficient size) or overlaps another output or a source. After such an error, nothing has been written.
     """
     how = {"algorithm": algorithm, "bitstream": bitstream, "chunk_size": chunk_size, "level": level, "dtype": dtype}
     return _results_of(source, out, "encode", cascaded=cascaded, checksums=checksums, **how)
@@ -350,9 +351,9 @@ def decode(
 ) -> Any:
     """Decompresses a stream, or each stream of a list. `out` and the result are as in `encode`.
 
-    A native stream names its algorithm; others need `algorithm`. Checksums in a stream are verified. `verify=False`
-    skips that, and "always" refuses streams without checksums. A raw Deflate, Gzip or GDeflate stream does not state
-    its length and is decoded twice.
+    A native stream names its algorithm; other streams need `algorithm`. Checksums in a stream are verified, unless
+    `verify=False`. verify="always" also refuses streams without checksums. A raw Deflate, Gzip or GDeflate stream does
+    not state its length and is decoded twice.
 
     Raises CorruptError for bad bytes; FormatError for other formats, including streams that
     only nvCOMP reads; NotSupportedError for algorithms that only nvCOMP decodes and for

@@ -20,12 +20,12 @@ from ._locks import new_lock
 
 log = logging.getLogger("overwire")
 
-# Stages of a report. Their counters are nanoseconds, summed over workers.
+# Maps counters of a report, which are nanoseconds summed over workers, to the names of stages.
 _STAGES = {
     f"{stage}_ns": stage
     for stage in "read answer permit check decode wait plan encode hash write publish".split()
 }
-# Counters of `VerbMetrics` that add up a field of the reports.
+# Maps counters of `VerbMetrics` to the field of the reports that they add up.
 _SUMS = {name: name for name in ("tensors", "bytes", "mapped", "direct", "seconds")} | {"written": "bytes_out"}
 _TABLES = ("errors", "stages")  # counters by name
 _KEPT = 256  # maximum number of queued calls
@@ -65,7 +65,7 @@ def add_up() -> dict[str, dict[str, Any]]:
 
 def _add_up() -> None:
     notes: list[tuple[str, str, str]] = []
-    with suppress(IndexError):  # a signal handler may queue a call or empty the queue meanwhile
+    with suppress(IndexError):  # a signal handler may queue a call, or empty the queue
         while True:
             notes.append(_noted.popleft())
     reports: list[Any] = json.loads(f"[{','.join(text or 'null' for _, text, _ in notes)}]")
@@ -89,7 +89,7 @@ def _add_up() -> None:
 
 
 def _number_of(report: Mapping[str, Any], name: str) -> Any:
-    # Some reports have lists under the same names.
+    # Returns 0 for lists, which some reports have under the same names.
     value = report.get(name, 0)
     return value if isinstance(value, (int, float)) else 0
 

@@ -11,11 +11,11 @@ from typing import Any
 from ._imports import imported
 from ._tables import BITS
 
-# Types with several elements per byte. Frameworks cannot index their elements.
+# Types with elements smaller than a byte. Frameworks cannot index these elements.
 PACKED = frozenset(name for name, bits in BITS.items() if bits < 8)
 
 
-# The names in torch, and in numpy with ml_dtypes. F4 has only torch's name, because ml_dtypes has only an unpacked F4.
+# The names in torch, and in numpy with ml_dtypes. F4 has only torch's name, because the F4 of ml_dtypes is not packed.
 CALLED = {
     "BOOL": "bool",
     "U8": "uint8",
@@ -71,14 +71,14 @@ def named(dtype: Any) -> Any:
 
 
 def nbytes(dtype: str, shape: tuple[int, ...]) -> int:
-    """Returns the number of bytes of a tensor. The elements of a packed tensor must fill its last byte."""
+    """Returns the number of bytes of a tensor. A packed tensor must fill its last byte."""
     return BITS[dtype] * math.prod(shape) // 8
 
 
 def packed_shape(dtype: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     """Returns the shape of a packed tensor viewed as U8.
 
-    The last dimension becomes its number of bytes. If the elements of a row do not fill whole bytes, the result is
+    The last dimension becomes the number of bytes of a row. If a row does not fill whole bytes, the result is
     one-dimensional.
     """
     if shape and (shape[-1] * BITS[dtype]) % 8 == 0:

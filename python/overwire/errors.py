@@ -51,8 +51,8 @@ class OverwireError(Exception):
         offset: int | None = None,
         rule: str | None = None,
     ) -> None:
-        # A file name may contain invalid text or terminal control characters. They are escaped in the
-        # message, which can always be printed; `source` has the unchanged name.
+        # A file name may contain invalid text or terminal control characters. The message escapes them, so it can
+        # always be printed. `source` has the unchanged name.
         super().__init__(message.encode("utf-8", "backslashreplace").decode().translate(_CONTROLS))
         self.source = source
         self.tensor = tensor
@@ -201,12 +201,12 @@ __all__ = sorted(name for name, kind in globals().items() if isinstance(kind, ty
 
 
 def hold_daemon() -> None:
-    """Does nothing. At interpreter exit it is replaced by a function that never returns in daemon threads."""
+    """Does nothing. At interpreter exit, a function that never returns in daemon threads replaces this one."""
 
 
 def of_engine(error: BaseException) -> BaseException:
-    """Converts an engine error to the exception that its text describes; returns other errors unchanged. At
-    interpreter exit it does not return in daemon threads, because their work was cancelled."""
+    """Converts an engine error to the exception that its text describes. Returns other errors unchanged. At interpreter
+    exit the function does not return in daemon threads, because their work was cancelled."""
     text = str(error)
     if not text.startswith(_PREFIX):
         return error
@@ -217,7 +217,7 @@ def of_engine(error: BaseException) -> BaseException:
 
 
 def error_of(fields: dict[str, Any]) -> BaseException:
-    """Makes the exception for the engine's description of an error."""
+    """Makes the exception that the engine's description of an error calls for."""
     fields = dict(fields)
     kind, number = globals().get(fields.pop("class"), EngineError), fields.pop("errno", None)
     error: BaseException = kind(fields.pop("message"), **fields)
@@ -226,7 +226,7 @@ def error_of(fields: dict[str, Any]) -> BaseException:
     return error
 
 
-# Maps errno values to our error classes and texts. Other values become an IOFailure.
+# Maps errno values to overwire's error classes and texts. Other values become an IOFailure.
 _OF_SYSTEM = {
     errno.ENOENT: (NotFoundError, "not found"),
     errno.EACCES: (AccessError, "permission denied"),
@@ -237,7 +237,7 @@ _OF_SYSTEM = {
 
 
 def error_of_system(error: OSError, verb: str, source: str) -> OverwireError:
-    """Converts an operating system error to our class with the same errno. verb: what the program was doing with
+    """Converts an operating system error to overwire's class with the same errno. verb: what the program was doing with
     `source`. If the error names another file, the message and `filename` name that file."""
     number = error.errno or next((number for kind, number in _NUMBERS if isinstance(error, kind)), 0)
     kind, reason = _OF_SYSTEM.get(number, (IOFailure, ""))
@@ -256,7 +256,7 @@ def name_tensor(error: OverwireError, name: str) -> None:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Returns a suggestion to append to a message if a name resembles a known one, else ""."""
+    """Returns a suggestion to append to a message if a name resembles a known name, otherwise ""."""
     import difflib  # imported here, because the import takes a millisecond and only errors need it
 
     near = difflib.get_close_matches(name, known, 1)

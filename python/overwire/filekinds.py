@@ -1,4 +1,4 @@
-"""Recognises the kinds of files that are not models, by the engine's table."""
+"""Recognises files that are not models, with the engine's table of file kinds."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from ._tables import FILE_KINDS
 
 
 class FileKind(NamedTuple):
-    """A row of the engine's table of file kinds. foreign: whether folders of other libraries' weights have such files.
+    """A row of the engine's table of file kinds. foreign: whether folders with other libraries' weights may have such
+    files.
     """
 
     what: str
@@ -19,7 +20,8 @@ class FileKind(NamedTuple):
 
 
 def kind_of_file(path: str, head: bytes) -> FileKind | None:
-    """Determines the kind of a file from its name and its first HEAD_BYTES bytes. Returns None if it is unknown."""
+    """Determines the kind of a file from its name and its first HEAD_BYTES bytes. Returns None if the kind is
+    unknown."""
     name = os.path.basename(path)
     for offset, magics, globs, what, do, foreign in FILE_KINDS:
         is_named = not globs or any(fnmatch.fnmatchcase(name, glob) for glob in globs)

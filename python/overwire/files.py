@@ -25,7 +25,7 @@ from .errors import (
     error_of_system,
 )
 
-# Bytes per read. A read of this size takes a moment, and Ctrl-C is handled between reads.
+# Bytes per read. A read of this size is short, and Ctrl-C is handled between reads.
 _STEP = 8 << 20
 
 
@@ -61,7 +61,8 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.E
 
 
 def lock_file(number: int, path: str, kind: int) -> None:
-    """Locks a file with `fcntl.flock`. If locks are not supported, logs a warning and continues without a lock."""
+    """Locks an open file with `fcntl.flock`. If locks are not supported, logs a warning and continues without a
+    lock."""
     import fcntl
 
     try:
@@ -76,10 +77,9 @@ def lock_file(number: int, path: str, kind: int) -> None:
 
 
 def lock_path(path: str, mode: int, kind: int, claim: Callable[[int], None] = lambda number: None) -> int:
-    """Creates a lock file if necessary, locks it, and returns its descriptor. A process may remove the file before it
-    releases the lock. Refuses links. mode: the mode of a new file. kind: as for `fcntl.flock`, with the same errors.
-    claim:
-    called with the descriptor before it is locked."""
+    """Creates a lock file if necessary, locks it, and returns its descriptor. The holder of the lock may remove the
+    file before it releases the lock. Links are refused. mode: the mode of a new file. kind: as for `fcntl.flock`, with
+    the same errors. claim: a function that is called with the descriptor before the file is locked."""
     while True:
         number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
         with after_error(os.close, number):
@@ -102,7 +102,7 @@ def state_of_file(place: Any) -> tuple[int, ...] | None:
 
 
 class AnonymousMemory:
-    """A memory file that is closed with its last reference, without the warning that file objects give."""
+    """A memory file that is closed when the last reference is dropped, without the warning that file objects give."""
 
     def __init__(self) -> None:
         self.number = os.memfd_create("overwire")
@@ -113,8 +113,8 @@ class AnonymousMemory:
 
 
 def number_of(file: Any) -> int | None:
-    """Returns the descriptor of an open file that reads the descriptor's bytes unchanged, else None. The
-    `fileno` of other file objects may belong to compressed or encrypted data."""
+    """Returns the descriptor of an open file, or None if the file object may change the descriptor's bytes: the
+    `fileno` of some file objects belongs to compressed or encrypted data."""
     plain = file.file if type(file).__module__ == "tempfile" and hasattr(file, "file") else file
     raw = (
         getattr(plain, "raw", None)
@@ -129,8 +129,8 @@ def number_of(file: Any) -> int | None:
 def read_file(path: str, limit: int | None = None, name: str | None = None) -> bytes:
     """Reads a whole regular file.
 
-    limit: the maximum size in bytes. A larger file raises FormatError, without reading it if its size is known. None
-    means the machine's memory; a larger file then raises OutOfMemoryError.
+    limit: the maximum size in bytes. A larger file raises FormatError, and is not read if its size is known. None means
+    the machine's memory; a larger file then raises OutOfMemoryError.
     name: the file's name in errors; by default its path.
 
     Raises NotFoundError, AccessError, FormatError for a folder, ArgumentError if it is not a regular file, IOFailure.
@@ -141,7 +141,7 @@ def read_file(path: str, limit: int | None = None, name: str | None = None) -> b
             size = os.fstat(file.fileno()).st_size
             most = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if limit is None else limit
             content = io.BytesIO()
-            # Read to the end of the file, not up to its size: files in /proc have size 0.
+            # Reads to the end of the file instead of up to its size, because files in /proc have size 0.
             while max(size, content.tell()) <= most:
                 block = file.read(min(_STEP, max(size, content.tell()) - content.tell() + (64 << 10)))
                 if block is None:
@@ -173,7 +173,7 @@ def read_file(path: str, limit: int | None = None, name: str | None = None) -> b
 TORCH_ENDINGS = (".bin", ".pt", ".pth", ".ckpt")
 FOREIGN_ENDINGS = (*TORCH_ENDINGS, ".nemo", ".npz", ".npy")
 
-# Number of folder levels below a model's folder that are searched.
+# The number of folder levels below a model's folder that are searched.
 _DEPTH = 8
 
 
@@ -210,5 +210,6 @@ def may_be_foreign(path: str, is_tree: bool = True) -> bool:
 
 
 def has_weights(names: list[str]) -> bool:
-    """Returns whether any name is that of a safetensors file. Hidden files do not count: the engine ignores them."""
+    """Returns whether any name is that of a safetensors file. Hidden files do not count, because the engine ignores
+    them."""
     return any(name.endswith(".safetensors") and not name.startswith(".") for name in names)

@@ -8,8 +8,8 @@
     for error in batch.wait(): ...          # the error of each bitstream, or None
 
 CUDA streams are numbers, as in DLPack and the CUDA array interface: 0 and 1 are the legacy default stream, 2 is the
-per-thread default stream, others are handles. The first call loads NVIDIA's driver. torch is not required; if the
-program has imported it, memory comes from torch's allocator.
+per-thread default stream, and other numbers are handles. The first call loads NVIDIA's driver. torch is not required.
+If the program has imported torch, memory comes from torch's allocator.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class Memory(NamedTuple):
 
 
 class Glance(NamedTuple):
-    """The contents of a bitstream's header: the sizes in bytes of its content and (in native streams) of its chunks,
-    and its algorithm. Or the error that decoding would raise."""
+    """The contents of a bitstream's header, or the error that decoding would raise. size, chunk: the bytes of the
+    content and (in native streams) of a chunk."""
 
     size: int
     chunk: int
@@ -62,7 +62,7 @@ class Glance(NamedTuple):
 
 @cache
 def count() -> int:
-    """Returns the number of GPUs; 0 without a driver. The result of the first call is cached."""
+    """Returns the number of GPUs, or 0 without a driver. The result of the first call is cached."""
     return _verbs.gpu_count()
 
 
@@ -73,7 +73,7 @@ def algorithms() -> tuple[str, ...]:
 
 
 def torch_of() -> Any:
-    """Returns torch if the program has imported it and it finds a GPU; else None."""
+    """Returns torch if the program has imported it and it finds a GPU, otherwise None."""
     torch = imported("torch")
     return (
         torch if torch is not None and getattr(torch, "cuda", None) is not None and torch.cuda.is_available() else None
@@ -81,14 +81,14 @@ def torch_of() -> Any:
 
 
 def current_stream(device: int) -> int:
-    """Returns torch's current stream on a device if torch is imported, else 1, the default stream."""
+    """Returns torch's current stream on a device if torch is imported, otherwise 1, the default stream."""
     torch = torch_of()
     return 1 if torch is None else int(torch.cuda.current_stream(device).cuda_stream) or 1
 
 
 def alloc(nbytes: int, device: int, stream: int = 1) -> Memory:
-    """Allocates GPU memory for work on a stream: from torch's allocator if torch is imported,
-    else from the driver. The contents are undefined.
+    """Allocates GPU memory for work on a stream, from torch's allocator if torch is imported, otherwise from the
+    driver. The contents are undefined.
 
     Raises OutOfMemoryError, DeviceError.
     """
@@ -138,7 +138,7 @@ def _pack_streams(after: Sequence[int]) -> bytes:
 
 
 def device_of(address: int) -> int:
-    """Returns the number of the GPU that owns an address; -1 for host memory."""
+    """Returns the number of the GPU that owns an address, or -1 for host memory."""
     return _verbs.gpu_of(address)
 
 
@@ -154,8 +154,8 @@ def stream_new(device: int) -> int:
 
 
 def stream_free(stream: int, device: int) -> None:
-    """Frees a stream once its work is done, without waiting for it. Does nothing in a forked
-    child: the stream belongs to the parent."""
+    """Frees a stream once its work is done, without waiting for it. Does nothing in a forked child, because the stream
+    belongs to the parent."""
     with contextlib.suppress(ForkedError):
         _verbs.gpu_stream_free(device, stream)
 
@@ -171,8 +171,8 @@ def stream_check(stream: int, device: int) -> None:
 
 
 class Batch:
-    """Queued work. Sources and destinations must stay valid and unchanged until it is
-    done. Dropping the Batch does not stop the work. Threads may share it."""
+    """Queued work. Sources and destinations must stay valid and unchanged until the work is done. Dropping the Batch
+    does not stop the work. Threads may share a Batch."""
 
     __slots__ = ("_errors", "_keep", "_number")
 
@@ -200,7 +200,7 @@ class Batch:
             try:
                 results = _decode_results(_verbs.gpu_wait(self._number, wait))
             except ArgumentError:
-                if self._errors is None:  # if they are set, another thread has fetched the errors
+                if self._errors is None:  # otherwise another thread has fetched the errors
                     raise
                 return self._errors
             if results is None:
@@ -234,8 +234,8 @@ def decode(
     bitstream: str = "native",
     after: Sequence[int] = (),
 ) -> Batch:
-    """Queues the decoding of bitstreams on a GPU stream. It starts after the work that is now
-    queued on the streams of `after`. The call does not wait.
+    """Queues the decoding of bitstreams on a GPU stream. Decoding starts after the work that is now queued on the
+    streams of `after`. The call does not wait.
 
     streams: five numbers per bitstream: its address and size, the address and exact size of its content, and the
         content bytes of a chunk (native) or of the whole content (raw, with_size). Bitstreams must be aligned to 8
@@ -243,8 +243,8 @@ def decode(
         decode the same bitstreams often, pack the numbers once with `pack_streams`.
     algorithm: one of `algorithms()`. bitstream: as in `codecs.encode`.
 
-    Bitstreams may be untrusted: if one does not match its numbers, the Batch returns an error for
-    it. Memory outside source and destination is never accessed. Checksums are not compared.
+    Bitstreams may be untrusted. If a bitstream does not match its numbers, the Batch returns an error for it. Memory
+    outside of source and destination is never accessed. Checksums are not compared.
 
     Raises ArgumentError (including if a content overlaps another content or a bitstream), NotSupportedError,
     DeviceError, OutOfMemoryError.
@@ -290,8 +290,8 @@ def glance(
 
 def transform(dtype: str | None, sample: Any = None) -> int | None:
     """Chooses the X16 transform for contents of a dtype (a safetensors name, or None if unknown).
-    `sample` is a buffer with some of the content. Returns 0 if no transform saves space,
-    and None if it needs a sample to decide."""
+    `sample` is a buffer with some of the content. Returns 0 if no transform saves space, and None if a sample is needed
+    to decide."""
     from .codecs import span
 
     place = span(sample) if sample is not None else None
@@ -309,14 +309,14 @@ def encode(
     bitstream: str = "native",
     after: Sequence[int] = (),
 ) -> Batch:
-    """Queues the encoding of GPU contents to X16 bitstreams, on a GPU stream. The call does not
-    wait; the Batch returns the lengths.
+    """Queues the encoding of GPU contents to X16 bitstreams, on a GPU stream. The call does not wait. The Batch returns
+    the lengths.
 
     contents: six numbers each: address and size of the content, address and size of the output space (`codecs.max_size`
         is enough), content bytes of a chunk, and `transform`. Addresses must be multiples of 16, and so must the chunk
         size if there are several chunks. Bitstreams other than native have one block of at most 16 MiB.
 
-    Until the work is done it needs extra device memory of the size of the contents. Raises the errors of `decode`.
+    Until the work is done, it needs extra device memory, as much as the contents. Raises the errors of `decode`.
     """
     apart(contents, [one[2:4] for one in contents])
     slot = (max((min(c[1], c[4]) for c in contents), default=0) + 15) & ~15

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("overwire")
 
-# Seconds between two progress readings.
+# The seconds between two progress readings.
 _TICK = 0.1
 
 # Smaller loads of a single tensor are logged at DEBUG instead of INFO.
@@ -53,7 +53,7 @@ _has_warned = False  # whether the warning about GPUDirect Storage was logged
 
 
 def _say_once(reason: str) -> None:
-    """Logs once that GPUDirect Storage was requested but is not available."""
+    """Logs that GPUDirect Storage was requested but is not available. Later calls do nothing."""
     global _has_warned
     with _lock:
         is_first, _has_warned = not _has_warned, True
@@ -129,7 +129,8 @@ def time_limit(timeout: float | None) -> float | None:
 
 
 def check_wait(timeout: float | None) -> None:
-    """Raises ArgumentError unless the timeout is None or a number of seconds; 0 or less polls without waiting."""
+    """Raises ArgumentError unless the timeout is None or a number of seconds. A timeout of 0 or less means not to
+    wait."""
     if timeout is None or not isinstance(timeout, bool) and isinstance(timeout, (int, float)) and timeout == timeout:
         return
     raise ArgumentError(f"overwire: timeout {timeout!r}: expected seconds, or None to wait for the end")
@@ -138,8 +139,8 @@ def check_wait(timeout: float | None) -> None:
 class Landed:
     """Tensors that have landed, in columns.
 
-    capsules: a DLPack capsule ("dltensor") per tensor, owned by the caller; None if the tensor
-    has a destination or was returned before. addresses: 0 for tensors without memory or bytes.
+    capsules: a DLPack capsule ("dltensor") per tensor, owned by the caller, or None if the tensor has a destination or
+    was returned before. addresses: the address of each tensor, or 0 without memory or bytes.
     missing: the number of addresses that are 0. positions: the request numbers, for `next`.
     """
 
@@ -154,7 +155,7 @@ class Landed:
         self.addresses = flat[-count:].tolist() if count else []
 
     def pairs(self) -> list[tuple[Any, int]]:
-        """Returns (capsule, address) of each tensor."""
+        """Returns the capsule and the address of each tensor."""
         return list(zip(self.capsules, self.addresses, strict=True))
 
     def usable(self) -> Iterator[tuple[int, Any]]:
@@ -167,7 +168,7 @@ class Landed:
 
 def heed(uris: Iterable[str], hosted: bool = False) -> None:
     """Logs the engine's notices about opened files, for instance that a model came from the cache because its store
-    could not be reached. Local files have notices only if they may come from the host store (hosted)."""
+    could not be reached. hosted: whether the files may come from the host store; other local files have no notices."""
     if hosted or any(map(is_remote, uris)):
         for text in _verbs.notices():
             log.warning("overwire: %s", text)
@@ -193,11 +194,11 @@ class Job:
         self.verb = verb
         self._watcher = watcher
         self._freed = False
-        self._report: str | None = None  # set once the engine has freed the job
+        self._report: str | None = None  # set when the engine has freed the job
 
     def wait(self) -> None:
-        """Waits for the end and raises the job's error. Ctrl-C ends the wait. When the time limit has
-        passed, it cancels the job and raises DeadlineError, unless the job succeeds before that."""
+        """Waits for the end and raises the job's error. Ctrl-C ends the wait. When the time limit has passed, the job
+        is cancelled and DeadlineError is raised, unless the job still succeeds."""
         while True:
             remaining = None if self._end is None else max(0.0, self._end - time.monotonic())
             tick = remaining if self._watcher is None else _TICK if remaining is None else min(remaining, _TICK)
@@ -215,7 +216,7 @@ class Job:
             raise DeadlineError(f"overwire: {self.verb}: not done within its timeout; it was cancelled") from error
 
     def ended(self, timeout: float | None) -> bool:
-        """Waits at most `timeout` seconds. Returns whether the job has ended; raises its error."""
+        """Waits at most `timeout` seconds. Returns whether the job has ended, or raises the job's error."""
         over: bool = core().wait(self.number, timeout)
         if self._watcher is not None:
             self._watcher.update(self.progress())
@@ -227,8 +228,8 @@ class Job:
         _verbs.settle(self.number, stream, array("q", pairs).tobytes())
 
     def next(self, timeout: float | None, raw: bool = False) -> Landed | None:
-        """Returns the tensors that have landed since the last call; an empty result marks the end. Returns None
-        after the timeout."""
+        """Returns the tensors that have landed since the last call. The result is empty at the end of the load, and
+        None after the timeout."""
         result = core().take(self.number, timeout, TAKE_NEXT | (TAKE_RAW if raw else 0))
         if self._watcher is not None:
             self._watcher.update(self.progress())
@@ -273,14 +274,14 @@ class Job:
         self.number.memory = memory
 
     def cancel(self) -> None:
-        """Cancels the job and waits for its end. It then no longer uses the caller's memory.
-        Does nothing in a forked child: the parent owns the job."""
+        """Cancels the job and waits for its end, so that it no longer uses the caller's memory. Does nothing in a
+        forked child, because the parent owns the job."""
         if self._freed or forked():
             return
         try:
             _verbs.cancel(self.number)
         except ArgumentError:
-            return  # the engine has freed the job, and an interrupt came before we noted that
+            return  # the engine has freed the job, but an interrupt came before this was noted
         with Undisturbed(ctrl_c=True), suppress(Exception):  # the job may use the caller's buffers until it ends
             while not core().wait(self.number, 1.0):
                 pass
@@ -304,14 +305,14 @@ class Job:
             self.abandon()
 
     def abandon(self) -> None:
-        """Cancels and frees the job. It then no longer uses the caller's memory."""
+        """Cancels and frees the job, so that it no longer uses the caller's memory."""
         try:
             self.cancel()
         finally:
             self.free()
 
     def done(self) -> None:
-        """Ends a job that has succeeded, and makes its report the last one."""
+        """Ends a job that has succeeded. `last_report` then returns its report."""
         try:
             self._remember_report()
         finally:
@@ -328,7 +329,7 @@ class Job:
         if log.isEnabledFor(logging.INFO):
             report = json.loads(text)
             if isinstance(report, dict) and (report_text := sentence(self.verb, report)):
-                # Loads of single small tensors are frequent.
+                # Loads of a single small tensor are frequent.
                 small = report.get("tensors") == 1 and report.get("bytes", 0) < _LARGE
                 log.log(
                     logging.DEBUG if small else logging.INFO,

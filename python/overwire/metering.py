@@ -184,7 +184,7 @@ def metrics() -> Metrics:
         text = overwire.metrics().prometheus()
     """
     verbs = {verb: VerbMetrics(**counts) for verb, counts in add_up().items()}
-    if not is_loaded() or forked():  # only the engine has the other counters
+    if not is_loaded() or forked():  # the other counters need the engine
         return Metrics(verbs, CacheMetrics(), HostMetrics())
     return Metrics(verbs, CacheMetrics(**_verbs.cache_counts()), HostMetrics(**_verbs.host_counts()))
 

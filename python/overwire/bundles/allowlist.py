@@ -3,8 +3,7 @@
 A pickle may build only data and torch's own modules. In addition to the list of globals, these checks enforce that:
 
 - A pickle may call only functions that have a guard in this module. The guard checks exact types, bounds numbers, and
-  charges sizes to the budget. Only calls that ordinary pickles make are allowed, and only if no opcode has the same
-  effect.
+  charges sizes to the budget. It allows only calls that ordinary pickles make, and none for which an opcode exists.
 - Guards replace the torch functions that rebuild tensors (see `tensors`). numpy's own pickle functions are not on the
   list (see `rebuild`).
 - A pickle may set the state only of modules and ordered dicts. It may set only their own attributes, none with a
@@ -52,7 +51,7 @@ _ACTIVATIONS = frozenset(
 
 # The attributes of a module that contain its parts.
 _PARTS = ("_parameters", "_buffers", "_modules")
-# The bytes that a module takes in addition to its own attributes.
+# The bytes that are charged for a module in addition to its own attributes.
 _MODULE = 4096
 
 
@@ -72,7 +71,7 @@ class AllowList:
         self.budget = budget
 
     def wrong(self, verb: str, thing: Any) -> UntrustedPickleError:
-        """Returns the error for a pickle that does something forbidden with an allowed object or type."""
+        """Returns the error for a pickle that uses an allowed object or type in a forbidden way."""
         kind = thing if isinstance(thing, type) else type(thing)
         return self._refuse_name(f"it {verb} {kind.__module__}.{kind.__qualname__}")
 
@@ -191,9 +190,9 @@ def _copy_parts(budget: Budget, parts: Any, kind: Any) -> Any:
 
 
 def _check_rnn(budget: Budget, kind: type, own: dict[str, Any]) -> None:
-    """Checks the names of an RNN's weights, because torch reads the attributes with these names. They must not be
-    methods. torch prefers the older key, `all_weights`. If the values of that key are not names, torch creates names
-    from `num_layers`."""
+    """Checks the names of an RNN's weights, because torch reads the attributes with these names. The attributes must
+    not be methods. torch takes the names from the older key, `all_weights`, or creates them from `num_layers` if the
+    values of that key are not names."""
     layers = own.get("num_layers", 0)
     rows = own.get("_all_weights", own.get("all_weights"))
     if (

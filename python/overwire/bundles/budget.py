@@ -14,12 +14,12 @@ from typing import Any
 
 from ..errors import FormatError, UntrustedPickleError
 
-# The bytes that an attribute takes in a dict, and the maximum number of characters of a name in a message.
+# The bytes that an attribute takes in a dict, and the most characters of a name that a message shows.
 ATTRIBUTE = 100
 LONGEST = 200
 
-# What a pickle may cost: a base, and an amount for each of its bytes. Bundles stay below this, because everything in
-# them is written out in the pickle or in a blob. A step of work takes about 100 ns.
+# The limits of a pickle's cost: a base, and an amount for each of its bytes. Bundles stay below the limits, because
+# everything in them is written out in the pickle or in a blob. A step of work takes about 100 ns.
 _MEMORY_EACH, _MEMORY_BASE = 64, 1 << 24
 _WORK_EACH, _WORK_BASE = 64, 1 << 16
 _COPIES_OF_BLOBS = 4
@@ -28,7 +28,7 @@ _COPIES_OF_BLOBS = 4
 _KEY_DEPTH = 100
 # The most keys of one container with the same hash. Each of them is compared with all others.
 _SAME_HASH = 64
-# Texts up to this length are not charged as keys.
+# Strings up to this length are not charged as keys.
 _SHORT = 1 << 10
 # Integers up to this size are their own hash.
 _OWN_HASH = (1 << 61) - 2
@@ -50,7 +50,7 @@ class Budget:
         self._memory = _MEMORY_BASE + _MEMORY_EACH * size
         self._work = _WORK_BASE + _WORK_EACH * size
         self._growth = _NESTED
-        # Keys are the ids of objects. Each value refers to the object, so that its id stays unique.
+        # Keys are the ids of objects. Each value refers to its object, so that no other object gets the same id.
         self._depths: dict[int, tuple[int, Any]] = {}
         self._hashes: dict[int, tuple[Any, dict[int, int]]] = {}
         #: Copies of content that was checked; see `tensors`.
@@ -61,7 +61,7 @@ class Budget:
         return UntrustedPickleError(f"overwire: unpickle {self._source}: {what}. {self._cure}", source=self._source)
 
     def add_blob(self, size: int) -> None:
-        """Allows for work on a blob of `size` bytes. Call it once per blob."""
+        """Raises the limit for the memory that copies of a blob of `size` bytes take. Call it once per blob."""
         self._memory += _COPIES_OF_BLOBS * size
         self._work += _COPIES_OF_BLOBS * size
 
@@ -89,7 +89,7 @@ class Budget:
                 deep = max(deep, depth[0] + 1)
         before = self._depths.get(id(holder))
         if before is not None:
-            # Other objects may already refer to `holder`, and they also become deeper.
+            # Other objects may already refer to `holder`, so their nesting also becomes deeper.
             deep = max(deep, before[0])
             self._growth -= deep - before[0]
         self._depths[id(holder)] = (deep, holder)
@@ -97,9 +97,9 @@ class Budget:
             raise self.refuse(f"it nests {type(holder).__name__} objects deeper than {_NESTED}")
 
     def keys(self, container: Any, keys: list[Any]) -> None:
-        """Charges for putting keys into `container`: for hashing each key, and for comparing it with keys of the same
-        hash. Raises TypeError for a key that cannot be hashed. container: the container, or the list of keys from which
-        it will be created."""
+        """Charges the budget for putting keys into `container`: for hashing each key, and for comparing it with keys of
+        the same hash. Raises TypeError for a key that cannot be hashed. container: the container, or the list of keys
+        from which it will be created."""
         same = None
         for key in keys:
             kind = type(key)

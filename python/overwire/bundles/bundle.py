@@ -3,8 +3,8 @@
 A bundle consists of the pickle `D/x.pkl` and the container `D/tensors/x.safetensors`. nyacomp's functions write
 `D/nya/x.safetensors` and `D/nya/meta.csv` instead (see `manifest`). The container is written before the pickle, and
 contains the pickle's digest. The previous container remains until the new pickle has replaced the old one. So a reader
-gets the old object or the new one, even while a bundle is replaced or after a save was killed. Writers of one
-bundle wait for each other (see `turns`). The object of the last writer remains.
+always gets the old or the new object, even while a bundle is replaced or after a save was killed. Writers of the same
+bundle wait for each other (see `turns`), and the object of the last writer remains.
 """
 
 from __future__ import annotations
@@ -73,15 +73,15 @@ def save_bundle(obj: Any, path: str | os.PathLike[str], *, wait: bool = True, **
 
     Writes `path`, and `tensors/<stem>.safetensors` in its folder. Tensors in the container have the names that they
     have in the object ("unet.conv_in.weight"), and `safe_open` and `inspect` show them. Both files are written
-    atomically, the pickle last. Several writers of one path wait for each other, and the object of the last one
+    atomically, the pickle last. Writers of the same path wait for each other, and the object of the last writer
     remains. In a store (s3://, redis://) the container alternates between `tensors/<name>.safetensors` and
     `tensors/<name>.b.safetensors`, so that the old object stays complete until the new one replaces it. Stores have no
     locks, so only one writer may write to a path in a store at a time. If the bundle replaces one in nyacomp's layout,
     the old container is removed.
 
     options: see `BundleOptions`.
-    wait: False returns a `Saving` as soon as the object may change again. It is pickled by then, and the bytes of its
-        tensors are in host memory.
+    wait: False returns a `Saving` as soon as the object may change again. At that time it is pickled, and the bytes of
+        its tensors are in host memory.
 
     Returns the `Report` of the container or, with wait=False, a `Saving`.
 
@@ -110,16 +110,16 @@ def compress_pickle(obj: Any, path: str | os.PathLike[str], *, wait: bool = True
 
     It works like `save_bundle`, but writes `nya/<stem>.safetensors` and `nya/meta.csv`, and numbers the tensors.
 
-    Returns stored bytes / original tensor bytes, as nyacomp does, or 1.0 if there are no tensors. 0.67 means that a
-    third was saved. With wait=False, returns a `Saving`. Raises the errors of `save_bundle`.
+    Returns stored bytes / original tensor bytes, as nyacomp does, or 1.0 if there are no tensors. For example, 0.67
+    means that the file is a third smaller. With wait=False, returns a `Saving`. Raises the errors of `save_bundle`.
     """
     check_options("compress_pickle", options, BundleOptions)
     return _ratio_of(_save_bundle(obj, path, _How(containers.NYACOMP, {}, wait, _list_container), options))
 
 
 def compress_model(model: Any, path: str | os.PathLike[str], *, wait: bool = True, **options: Any) -> float | Saving:
-    """Implements `overwire.compress` for an object. Like `compress_pickle`, but tensors get their names in the
-    model."""
+    """Implements `overwire.compress` for an object. It works like `compress_pickle`, but tensors keep the names that
+    they have in the model."""
     check_options("compress", options, BundleOptions)
     how = _How(containers.NYACOMP, _names_in_model(model, path), wait, _list_container)
     return _ratio_of(_save_bundle(model, path, how, options))
@@ -279,7 +279,8 @@ def _remote_place(target: str, data: bytes, how: _How, options: StorageOptions |
 
 
 def _elsewhere(target: str, folder: str) -> list[str]:
-    # Returns the old pickle's files in the other folders: its container, and the csv if it lists only that container.
+    # Returns the old pickle's files in the other folders: its container, and meta.csv if that lists only this
+    # container.
     if not is_there(target):
         return []
     files = []
@@ -293,8 +294,8 @@ def _elsewhere(target: str, folder: str) -> list[str]:
 
 
 def _keep_previous(target: str, container: str) -> None:
-    # Gives the old container a second name, for readers of the old pickle. If an earlier save was killed, the container
-    # with the second name may belong to the pickle. In that case it is not replaced.
+    # Gives the old container a second name, for readers of the old pickle. After an earlier save was killed, the file
+    # that has the second name may be the container of the current pickle. It is then not replaced.
     previous = containers.previous_of(container)
     if is_there(previous) and is_there(target) and not _has_digest(container, _digest_of_file(target)):
         return
@@ -306,11 +307,11 @@ def _keep_previous(target: str, container: str) -> None:
         except FileNotFoundError:
             raise
         except OSError:
-            publish(container, previous)  # the file system may not support links
+            publish(container, previous)  # renames it, because the file system may not support links
 
 
 def _take_back(target: str, container: str) -> None:
-    # Gives the container of the old pickle its first name again after a failed save.
+    # Gives the old pickle's container its first name again, after a failed save.
     previous = containers.previous_of(container)
     with contextlib.suppress(OSError, OverwireError):
         if is_there(previous) and _has_digest(previous, _digest_of_file(target)):

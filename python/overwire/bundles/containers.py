@@ -39,7 +39,7 @@ def containers_of(pickle_path: str) -> list[str]:
 
 
 def second_container_of(pickle_path: str, folder: str) -> str:
-    """Returns the path of the container if another pickle uses the first choice."""
+    """Returns the path that a container gets if another pickle uses the first choice."""
     parent, name = os.path.split(pickle_path)
     return os.path.join(parent, folder, name + ".safetensors")
 
@@ -53,7 +53,7 @@ def rivals_of(pickle_path: str) -> list[str]:
 
 
 def previous_of(container: str) -> str:
-    """Returns the path to which the previous container is moved while a bundle is replaced."""
+    """Returns the name for the previous container while a bundle is replaced."""
     folder, name = os.path.split(container)
     if len(os.fsencode(name)) > 251:  # the limit for names is 255 bytes
         name = hashlib.sha256(os.fsencode(name)).hexdigest()
@@ -61,8 +61,8 @@ def previous_of(container: str) -> str:
 
 
 def lock_of(pickle_path: str, folder: str) -> str:
-    """Returns the lock file for writing a bundle. Pickles that differ only in their endings share it,
-    because they may have the same container."""
+    """Returns the lock file for writing a bundle. Pickles that differ only in their endings share a lock file, because
+    they may have the same container."""
     parent, name = os.path.split(pickle_path)
     stem = os.path.splitext(name)[0]
     if len(os.fsencode(stem)) > 240:  # the limit for names is 255 bytes

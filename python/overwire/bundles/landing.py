@@ -17,7 +17,7 @@ from ..model.opened import Model, prepare
 ORDER = "overwire.blobs"
 DEVICES = "overwire.devices"
 
-# Stands for the device of a numpy array, which has none.
+# The entry for a numpy array, which has no device.
 _ARRAY = "numpy"
 
 
@@ -72,7 +72,7 @@ class Landing:
             others = sorted(set(were) - {"cpu", _ARRAY})
             for name in others:
                 if name.startswith("cuda:"):
-                    prepare(name)  # the engine and torch initialise the GPU at the same time
+                    prepare(name)  # the engine initialises the GPU while torch does the same
             for name in others:
                 self._check_device(name)
         return ["cpu" if name == _ARRAY else device or name for name in were]

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 def load_bundle(path: str | os.PathLike[str], **options: Unpack[UnpickleOptions]) -> Any:
     """Loads an object that `save_bundle` saved. Tensors are read and decoded while the pickle imports and builds
-    objects. If the same bundle was preloaded, uses that preload. Also loads bundles in nyacomp's layout. In a store,
-    searches for the container in `tensors` first, then in `nya`.
+    objects. If the bundle was preloaded, the function uses that preload. It also loads bundles in nyacomp's layout. In
+    a store, it searches for the container in `tensors` first, then in `nya`.
 
     options: see `UnpickleOptions`.
 

@@ -1,9 +1,8 @@
 """Interprets untrusted pickles.
 
 It supports only the opcodes that occur in bundles and torch.save files (protocols 2, 4 and 5). Python's unpickler sets
-items of any object, calls anything, and trusts lengths. Here each opcode works only on certain exact types, and
-lengths are compared with the data. All other actions need the permission of the allow-list, and are charged to the
-budget.
+items of any object, calls anything, and trusts lengths. Here each opcode works only on certain exact types, and a
+length must not exceed the data. The allow-list must permit all other actions, and the budget is charged for them.
 """
 
 from __future__ import annotations
@@ -30,7 +29,8 @@ def _push_constant(value: Any) -> Callable[[Machine], None]:
 
 
 def _push_sized(width: int, make: Callable[[bytes], Any]) -> Callable[[Machine], None]:
-    """Returns an opcode that pushes an object made from bytes. A length of `width` bytes precedes them."""
+    """Returns an opcode that reads a length of `width` bytes, reads that many bytes, and pushes an object made from
+    them."""
 
     def push_bytes(machine: Machine) -> None:
         machine._stack.append(make(machine._read_blob(machine._read_number(width))))

@@ -1,7 +1,7 @@
 """Reads and writes nyacomp's meta.csv, and finds the files to read for a bundle.
 
-nyacomp's functions write `D/nya/meta.csv` next to the containers. It has nyacomp's format, so scripts that upload the
-files it lists, or set PRELOAD_PATH to it, still work:
+nyacomp's functions write `D/nya/meta.csv` next to the containers. The file has nyacomp's format, so scripts still work
+that upload the listed files or set PRELOAD_PATH to the csv:
 
     line 1        thread bins: commas between threads, semicolons between files
     other lines   filename shape dtype decompressed_size compressed_size
@@ -90,7 +90,7 @@ class Manifest:
 
     def place_of(self, filename: str) -> str:
         """Returns the current path of a listed file: next to the csv, or the listed path. nyacomp's names begin with a
-        slash even if they are relative."""
+        slash even if they are relative paths."""
         folder, name = os.path.split(self.path)[0], os.path.basename(filename)
         standing = filename if "://" in filename else os.path.join(folder, filename)
         candidates = [os.path.join(folder, name), os.path.join(folder, NYACOMP, name), standing, filename.lstrip("/")]
@@ -102,14 +102,14 @@ class Manifest:
     @staticmethod
     def name_in(folder: str, filename: str) -> str:
         """Returns the path of a listed file relative to the csv's folder (which ends with a slash): in that folder, or
-        in the folder nya there if an old version of nyacomp wrote the csv."""
+        in its subfolder nya if an old version of nyacomp wrote the csv."""
         parent, name = os.path.split(filename)
         below = os.path.basename(parent) == NYACOMP and not folder.endswith(f"/{NYACOMP}/")
         return f"{NYACOMP}/{name}" if below else name
 
     def list_containers(self) -> list[str]:
-        """Returns the paths of the listed containers, even if their folder was moved; for a remote csv their URIs. Raw
-        entries are not containers and are left out."""
+        """Returns the paths of the listed containers, even if their folder was moved. For a remote csv, returns their
+        URIs. Raw entries are left out, because they are not containers."""
         names = [row.filename for row in self.rows if not row.filename.endswith("raw")]
         remote = is_remote(self.path)
         source = shown(self.path) if remote else self.path
@@ -131,7 +131,7 @@ class Manifest:
 
     def refuse_urls(self) -> None:
         """Raises AccessError if this local csv names URLs, unless nyacomp's DOWNLOAD allows them. An import must not
-        request them, because the file may come from an attacker."""
+        request these URLs, because the file may come from an attacker."""
         if truth("DOWNLOAD"):
             return
         for place in self.list_containers():
@@ -156,7 +156,7 @@ def meta_text(container: str, size: int) -> str:
 
 
 def uris_of(path: str, options: Mapping[str, object] | None) -> list[str]:
-    """Returns what a preload of a path or URI reads: the containers of a pickle or a meta.csv, otherwise the path
+    """Returns the paths or URIs that a preload reads: the containers of a pickle or a meta.csv, otherwise the path
     itself."""
     if not is_remote(path):
         return local_uris_of(path)

@@ -34,8 +34,8 @@ def resolve_pickle(path: str | os.PathLike[str]) -> str:
 def open_pair(
     target: str, folders: Sequence[str], tensors: SourceLike | None, options: StorageOptions | None
 ) -> tuple[bytes, Model]:
-    """Returns a pickle and the open container of the same save. Starts again if another save replaces the pickle
-    in the meantime."""
+    """Returns a pickle and the open container of the same save. Starts again if another save replaces the pickle before
+    the container is open."""
     remote = is_remote(target)
     for attempts in reversed(range(_TRIES)):
         state = None if remote else state_of_file(target)
@@ -69,7 +69,7 @@ def _open_container(
         try:
             model = Model(candidate, storage_options=options, probe=True)
         except NotFoundError:
-            absent += at == absent  # counts only if all candidates before it are absent
+            absent += at == absent  # the number of candidates at the start of the list that are absent
             continue
         except (CorruptError, FormatError) as error:
             damage = damage or error

@@ -50,7 +50,7 @@ _UNFIT = re.compile("[\n\0\ud800-\udfff]")
 class TensorPickler(pickle.Pickler):
     """Pickles with protocol 5, without the tensors' bytes.
 
-    `blobs` contains these bytes in the order in which they were found. They are the caller's memory, which is kept
+    `blobs` contains these bytes in the order in which they were found. The memory belongs to the caller. It is kept
     alive and not changed.
     """
 
@@ -200,7 +200,7 @@ class TensorPickler(pickle.Pickler):
             blob = self._bases[start] = len(self.blobs)
             dtype_name = frame_for("np").name_of(base.dtype)
             if dtype_name == "F4":
-                dtype_name = ""  # numpy uses one byte per element, which is U8 in a container
+                dtype_name = ""  # numpy uses one byte per element, so the container stores U8
             shape = base.shape if base.flags.c_contiguous else (base.size,)
             dtype_name, shape = _fitting_layout(dtype_name, shape, size)
             name = self._names.get(id(base)) or self._names.get(id(array)) or ""
@@ -227,8 +227,8 @@ def _base(array: Any) -> Any:
 
 
 def _fitting_layout(saved: str, shape: tuple[int, ...], size: int) -> tuple[str, tuple[int, ...]]:
-    """Returns the dtype and shape to store bytes under. They are U8 and one dimension unless `saved` and `shape` match
-    the size exactly."""
+    """Returns the dtype and shape under which to store bytes: `saved` and `shape` if they match the size exactly,
+    otherwise U8 and one dimension."""
     if saved == "F4" and shape:
         shape = (*shape[:-1], shape[-1] * 2)
     if saved and nbytes(saved, shape) == size:

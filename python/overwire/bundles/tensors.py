@@ -18,7 +18,7 @@ from typing import Any
 from ..errors import FormatError
 from .budget import Budget, attributes
 
-# The limit for sizes, strides and offsets, and for their products in bytes. torch multiplies them.
+# The limit for sizes, strides and offsets, and for their products in bytes, because torch multiplies them.
 _LIMIT = 1 << 62
 _DIMS = 64
 
@@ -122,8 +122,8 @@ def _check_dense(tensor: Any) -> Any:
 
 
 def _private_copy(budget: Budget, tensor: Any) -> Any:
-    """Returns a copy that nothing else in the pickle can refer to. Equal views get the same copy, so sparse tensors
-    with the same mask share it."""
+    """Returns a copy of a tensor. Nothing else in the pickle can refer to the copy. Equal views get the same copy, so
+    sparse tensors with the same mask share one."""
     import torch
 
     view = _check_dense(tensor).detach()
@@ -150,7 +150,7 @@ def _qtensor(budget: Budget, storage: Any, offset: Any, size: Any, stride: Any, 
     size, stride = check_extent(raw.nbytes(), dtype.itemsize, offset, size, stride, per)
     scheme = params[0] if params else None
     make: Any
-    # The tensor is created empty and then attached to the storage, so that no memory is allocated for its size.
+    # The tensor is created empty and then attached to the storage, so torch allocates no memory for it.
     if scheme is torch.per_tensor_affine and len(params) == 3:
         _, scale, zero = params
         if type(scale) is not float or type(zero) is not int or zero.bit_length() > 63:
@@ -214,8 +214,8 @@ def _rebuild_sparse(budget: Budget, layout: Any, data: Any) -> Any:
 
 
 def _rows_ascend(rows: Any, count: int) -> bool:
-    """Returns whether compressed row indices ascend from 0 to count. torch's own check uses them as positions of plain
-    indices before it checks them."""
+    """Returns whether compressed row indices ascend from 0 to count. This is checked here because torch's own check
+    uses the row indices as positions before it checks their values."""
     import torch
 
     if rows.dtype not in (torch.int32, torch.int64) or rows.shape[-1] == 0:
@@ -237,7 +237,7 @@ def _check_shape(size: Any) -> tuple[int, ...]:
 
 
 def _sparse_parts(budget: Budget, indices: list[Any], values: Any) -> Any:
-    """Returns the values of a sparse tensor after checking its parts, but not the contents of the indices."""
+    """Checks the parts of a sparse tensor, except the contents of the indices, and returns its values."""
     values = _without_gaps(_check_dense(values))
     for part in indices:
         if _check_dense(part).device != values.device or part.dim() == 0:

@@ -99,7 +99,7 @@ def inflate_entries(
     inflate to the size that it claims, and NotSupportedError for other compression methods, encryption, or an archive
     that inflates to too many bytes."""
     is_plain = all(entry.compress_type == zipfile.ZIP_STORED and not entry.flag_bits & 1 for entry in entries)
-    if is_plain or len({entry.filename for entry in entries}) != len(entries):  # the caller refuses duplicates
+    if is_plain or len({entry.filename for entry in entries}) != len(entries):  # the caller refuses duplicate names
         return None
     for entry in entries:
         if entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED) or entry.flag_bits & 1:

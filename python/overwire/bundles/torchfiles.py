@@ -53,10 +53,10 @@ _MOST = 256 << 20
 # The advice if a pickle is refused.
 _CURE = "Nothing in it was run. If it is your own file, save only its state_dict() with torch.save, and use that"
 
-#: All strided tensors together may have _SPARE bytes more than the file.
+#: All strided tensors together may have the file's bytes plus _SPARE.
 _SPARE = 256 << 20
 
-#: All other tensors together may have _TIMES the file's bytes plus _SPARE, because storages may have several names.
+#: All other tensors together may have _TIMES the file's bytes plus _SPARE, because a storage may have several names.
 _TIMES = 64
 
 #: The longest name in a pickle, in characters.
@@ -83,7 +83,7 @@ _STORAGES = {
     "ComplexFloat": "C64",
     "Untyped": "U8",
 }
-# Functions that rebuild a tensor, with the position of the first argument for lazy conjugation or negation.
+# Maps functions that rebuild a tensor to the position of their first argument for lazy conjugation or negation.
 _LAZY_BITS = {"_rebuild_tensor": 4, "_rebuild_tensor_v2": 6, "_rebuild_tensor_v3": 7}
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _DTYPES = {called: code for code, called in CALLED.items()}
@@ -278,7 +278,7 @@ class _Names(AllowList):
 
 
 class _Machine(Machine):
-    """A machine that allows placeholders as containers."""
+    """A machine that also adds items to placeholders, and ignores the items."""
 
     def _growing_target(self) -> Any:
         return [] if isinstance(self._stack[-1], _Opaque) else super()._growing_target()
@@ -381,15 +381,15 @@ class _Reader:
         self._compare_sum(name, total)
 
     def _compare_storages(self, names: list[str]) -> None:
-        """Compares the checksums of storages. Raises FormatError if entries overlap, because each would be read
-        whole."""
+        """Compares the checksums of storages. Raises FormatError if entries overlap, because the shared bytes would be
+        read several times."""
         spans = sorted(map(self._span_of_entry, names))
         if any(low[1] > high[0] for low, high in itertools.pairwise(spans)):
             raise self._error_of("its entries overlap")
         with ThreadPoolExecutor(min(os.cpu_count() or 1, 8)) as pool:
             try:
                 list(start_thread(pool.map, self._compare_storage, names))
-            finally:  # after an error or Ctrl-C the pool waits for running reads, which then end early
+            finally:  # after an error or Ctrl-C the pool waits for running reads, and this flag ends them early
                 self._is_over = True
 
     def read_root(self) -> Any:
@@ -488,8 +488,8 @@ class _Reader:
         return _Tensor(storage, dtype, shape, strides, first)
 
     def _walk_value(self, found: TorchFile, value: Any, at: tuple[str, ...], seen: set[int], *above: int) -> None:
-        # Charges each path, because an object may have many paths, and a key may be part of many. above: the ids of
-        # value's containers.
+        # Charges each path, because an object may have many paths, and a key may be part of many paths. above: the ids
+        # of the objects that contain `value`.
         self._budget.charge_work(1)
         self._budget.charge_memory(_ENTRY + sum(map(len, at)))
         name = ".".join(at)

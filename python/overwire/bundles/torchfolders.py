@@ -2,8 +2,8 @@
 
 Their weights are first written as plain safetensors files, which the engine then converts. `pytorch_model.bin` becomes
 `model.safetensors`, and shards and their index are renamed in the same way. Other files keep their stems. Auxiliary
-files next to the weights are copied. The plain files are in a temporary folder next to the target, which is removed
-after the conversion.
+files next to the weights are copied. The plain files are in a temporary folder next to the target. This folder is
+removed after the conversion.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ def convert(
         path does not end in .safetensors.
     level, metadata, max_shard_size: as for `save_file`; metadata None copies the source's metadata.
     sha256: whether to store the SHA-256 of a local source file in the compressed file, so that a restored file can be
-        checked. One core computes it, at about 1 GB/s for each file. Without it, the header and the hashes of the
-        tensors are checked.
+        checked. One core computes it, at about 1 GB/s for each file. Without the SHA-256, the header and the hashes of
+        the tensors are checked.
     storage_options: as for `load_file`, for source and path. `decryption_*` applies to the source, and
         `encryption_*` to the path, as for `save_file`. If both are .tensors files, types, modules and all dtypes
         are preserved, so files can be encrypted, decrypted, or encrypted with another key.
@@ -145,8 +145,8 @@ def _weights_by_folder(root: str, folders: list[str]) -> dict[str, list[str]]:
 
 @contextlib.contextmanager
 def plain_models(sources: list[str], target: str) -> Iterator[tuple[list[str], list[str]]]:
-    """Yields the sources with torch.save files and folders replaced by plain ones, and a list of omitted content: large
-    files without weights, and objects that are not plain data.
+    """Yields the sources, with torch.save files and folders replaced by plain ones, and a list of the content that was
+    omitted: large files without weights, and objects that are not plain data.
 
     target: the path to be written. If it is local, the temporary files are on the same disk."""
     parent = os.path.dirname(os.path.abspath(target)) if not is_remote(target) else tempfile.gettempdir()
@@ -162,7 +162,7 @@ def plain_models(sources: list[str], target: str) -> Iterator[tuple[list[str], l
             yield plain, remainder
     finally:
         try:
-            with contextlib.suppress(OSError):  # a later conversion removes what remains
+            with contextlib.suppress(OSError):  # a later conversion removes the remaining files
                 shutil.rmtree(top, ignore_errors=True)
         finally:
             os.close(lock)

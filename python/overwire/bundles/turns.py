@@ -19,8 +19,8 @@ from ..files import lock_path
 
 
 class Turn:
-    """A lock that a thread of this process holds or waits for. saver: the background save to which the thread has
-    passed the lock."""
+    """A lock that a thread of this process holds or waits for. saver: the background save that holds the lock after the
+    thread has passed it on."""
 
     def __init__(self) -> None:
         self._thread = threading.get_ident()

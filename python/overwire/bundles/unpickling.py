@@ -21,10 +21,10 @@ class Blobs(Protocol):
     """The bytes that belong to a pickle, by blob number."""
 
     def storage(self, blob: int, size: int) -> Any:
-        """Waits for a blob. Returns it as a torch UntypedStorage, the same object each time."""
+        """Waits for a blob and returns its torch UntypedStorage. Later calls return the same object."""
 
     def base(self, blob: int, size: int) -> Any:
-        """Waits for a blob. Returns it as a flat uint8 numpy array, the same object each time."""
+        """Waits for a blob and returns it as a flat uint8 numpy array. Later calls return the same object."""
 
 
 class _References:
@@ -38,7 +38,7 @@ class _References:
         self._known: set[int] = set()
 
     def get(self, pid: Any) -> Any:
-        """Returns the object for a persistent id. Raises FormatError if it is malformed."""
+        """Returns the object for a persistent id. Raises FormatError for a malformed id."""
         if type(pid) is int or type(pid) is str and pid.isdigit():
             raise NotSupportedError(
                 f"overwire: unpickle {self._source}: nyacomp itself wrote this file: load it with nyacomp and compress "
@@ -107,7 +107,7 @@ class _References:
         return array
 
 
-# The most dimensions, and the limit for sizes in bytes. Below these, numpy's arithmetic does not overflow.
+# The most dimensions, and the limit for sizes in bytes. Within these limits, numpy's arithmetic does not overflow.
 _DIMS, _LIMIT = 64, 1 << 62
 
 
@@ -163,7 +163,7 @@ class _NoNames(AllowList):
 
 
 def load_plain(data: bytes, source: str) -> Any:
-    """Unpickles numbers, texts and containers of these. Raises UntrustedPickleError for pickles that
+    """Unpickles numbers, strings and containers of these. Raises UntrustedPickleError for pickles that
     name globals or refer to blobs, and FormatError for malformed ones."""
     budget = Budget(source, len(data), "Nothing in it was run")
 
@@ -184,8 +184,8 @@ def run_machine(machine: Machine, source: str) -> Any:
             ) from error
         raise
     except Exception as error:
-        # A hostile or broken pickle can raise any exception, but the caller gets a FormatError. Only str arguments are
-        # shown, because objects of the pickle could run code when they are converted.
+        # A hostile or broken pickle can raise any exception, but the caller gets a FormatError. The message shows only
+        # str arguments, because converting other objects of the pickle to text could run code.
         reason = type(error).__name__ + "".join(f": {part[:200]}" for part in error.args[:1] if type(part) is str)
         if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
             raise OutOfMemoryError(f"overwire: unpickle {source}: {reason}", source=source) from error

@@ -1,8 +1,8 @@
-"""Allocates a stager's host memory, which the other ranks of the host can map. A rank that gathers a tensor copies the
-blocks of other ranks from that memory, so the blocks need not be sent.
+"""Allocates a stager's host memory. The other ranks of the host can map this memory. A rank that gathers a tensor
+copies blocks from the other ranks' memory, so these blocks need not be sent.
 
-A buffer is an anonymous memory file. Other processes of the same user open it through /proc, and recognise it by its
-random name.
+A buffer is an anonymous memory file. Other processes of the same user open this file through /proc, and recognise it by
+its random name.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ _buffers: dict[int, _Buffer] = {}  # the buffers of this process, by address
 
 
 def host_memory(nbytes: int, pinned: bool) -> torch.Tensor:
-    """Allocates zeroed memory, which other processes can map while a tensor uses it.
+    """Allocates zeroed memory. Other processes can map it while a tensor uses it. If the system has no memory files,
+    they cannot, and the blocks in the memory are sent.
 
-    pinned: whether to page-lock it, for copies from a GPU. Raises OutOfMemoryError. If the system has no memory files,
-    other processes cannot map the memory, and its blocks are sent."""
+    pinned: whether to page-lock the memory, for copies from a GPU. Raises OutOfMemoryError."""
     if not nbytes:
         return torch.empty(0, dtype=torch.uint8)
     name = f"overwire-{secrets.token_hex(12)}"
@@ -91,7 +91,8 @@ def _release(begin: int, pinned: bool, process: int) -> None:
 
 
 def offer_buffers() -> Offer:
-    """Returns the offer of this process. A `BufferOffset` is valid only with the offer for which it was made."""
+    """Returns the offer of this process. A `BufferOffset` is valid only together with the offer for which it was
+    made."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             host = file.read().strip()

@@ -3,7 +3,7 @@
 Blocks that a stager has copied to host memory are not sent to ranks on the same host. These ranks map the memory
 (see `buffers`) and copy the blocks.
 
-Every rank runs the same rounds. After each round the ranks tell each other whether it succeeded.
+Every rank runs the same rounds. After each round the ranks exchange whether the round succeeded.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ class Exchange:
         self._alone = duty.ranks == 1
         self._group = group
         self._device: torch.device | None = None  # the device of blocks that are sent and received
-        self._broken = False  # whether all ranks know of an error
+        self._broken = False  # whether all ranks know that one of them failed
         #: Whether the group can be used again. After an error during a transfer, messages may be left in it.
         self.group_is_usable = True
-        # (rank, index) for each block that the rank can copy from this process's memory if it can map the memory.
+        # (rank, index) for each block in this process's memory that another rank can copy if it can map the memory.
         self._shared: set[tuple[int, MetadataIndex]] = set()
         self._readers: set[int] = set()  # the ranks that have mapped the memory
         # By rank: the rank's mapped memory, and the positions of its blocks there.
@@ -143,15 +143,15 @@ class Exchange:
                     yield from (block for block in entry.blocks if block.rank == self._duty.rank)
 
     def gather(self, step: Round) -> tuple[dict[str, Gathered], list[Copy]]:
-        """Returns the round's tensors by name, and a list of copies. A tensor that only this rank has is unchanged.
-        Other tensors are complete only after `copy_blocks(copies)`, which must be called before the save ends."""
+        """Returns the round's tensors by name, and a list of copies. A tensor that only this rank has is returned as it
+        is. Other tensors are complete after `copy_blocks(copies)`, which must be called before the save ends."""
         out: dict[str, Gathered] = {}
         copies: list[Copy] = []
         operations: list[Any] = []
         if self._alone:
             entries = [entry for entry in step.entries if entry.dtype is not None]
             return {entry.name: self._tensor(entry.blocks[0].index) for entry in entries}, []
-        with self._ending_together():  # if one rank runs out of memory, the others must not wait for its blocks
+        with self._ending_together():  # the other ranks must not wait for the blocks of a rank that runs out of memory
             for peer, index in step.sends:
                 if peer not in self._readers or (peer, index) not in self._shared:
                     block = _raw_bytes(self._tensor(index).to(self._device))
@@ -191,7 +191,8 @@ class Exchange:
         return whole
 
     def _joined_tensor(self, entry: Entry, operations: list[Any]) -> JoinedTensor:
-        # Returns a tensor in host memory with blocks of whole rows. These blocks are saved without being joined.
+        # Returns a tensor in host memory that consists of blocks of whole rows. The blocks are saved without being
+        # joined.
         assert entry.dtype is not None
         parts: dict[int, torch.Tensor] = {}
         for block in entry.blocks:
@@ -205,7 +206,7 @@ class Exchange:
         return JoinedTensor([parts[begin] for begin in sorted(parts)])
 
     def _memory_of(self, block: Block, dtype: torch.dtype) -> torch.Tensor | None:
-        # Returns the block in its rank's mapped memory, or None if the block is sent.
+        # Returns a block in the mapped memory of its rank, or None if the block is sent.
         if block.rank not in self._sources:
             return None
         memory, offsets = self._sources[block.rank]

@@ -1,10 +1,10 @@
-"""Finds the process group of a save, and creates one for saves that run next to training.
+"""Finds the process group of a save, and creates a group for saves that run next to training.
 
 `dcp.async_save` saves on another thread. If the program passes no group to torch, the messages of the save would use
 the default group at the same time as training. Such a save gets a gloo group instead. The saving thread creates it
 through the store of the default group, so the training threads need not call anything.
 
-A writer uses its group for all its saves. When the writer is freed, other writers can use the group. Only
+A writer uses its group for all its saves. When the writer is freed, other writers can use these groups. Only
 `dist.destroy_process_group()` destroys these groups, because torch 2.5 may hang if a single gloo group is destroyed.
 """
 
@@ -30,8 +30,7 @@ _MOST_FRAMES = 12
 # The shortest and the longest pause between two checks of the store for other ranks, in seconds.
 _PAUSES = (0.005, 0.2)
 
-# The longest time in which ranks that have met connect to each other. If a rank has just ended, the others wait this
-# long.
+# The time limit for connecting the ranks that have met. If one of them has just ended, the others wait this long.
 _CONNECT = timedelta(seconds=120)
 
 _GROUP_IS_GONE = "destroy_process_group() was called during this save: wait for its result() first"
@@ -68,8 +67,9 @@ def group_of_save(checkpoint: str, writers_group: Any, own_groups: list[OwnGroup
     step. Collective.
 
     A save next to training must not use training's group. If the program passed no group to torch, the save gets the
-    writer's group if that has all ranks, otherwise a gloo group, which is added to own_groups. Raises IOFailure if
-    there is no such group; torch then sends no messages. checkpoint: the path, the same on all ranks."""
+    writer's group if it has all ranks. Otherwise the save gets a gloo group, which is added to own_groups. Raises
+    IOFailure if no such group can be made; torch then sends no messages. checkpoint: the path, the same on all
+    ranks."""
     wrapper = _wrapper_of_save()
     if wrapper is None:
         return None

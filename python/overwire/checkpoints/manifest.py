@@ -11,7 +11,7 @@ The name of a tensor in the state is the prefix of its part plus its name in the
 contain the torch.save bytes of an object. `dtypes` lists tensors with a torch dtype that safetensors lacks. They are
 stored as bytes, with an extra last dimension for the bytes of an element. `paths` lists the keys that lead to each
 entry of a nested state. `save` is the id of the save, which is also in the metadata of its files (SAVE). Version 1 has
-neither `save` nor `dtypes`. The file may come from an attacker, so everything in it is checked against limits, and it
+neither `save` nor `dtypes`. The file may come from an attacker, so all its values are checked against limits, and it
 cannot name files outside of the folder.
 """
 
@@ -45,7 +45,7 @@ _DTYPE = re.compile(r"[a-z][a-z0-9_]{1,40}")
 _KEYS = {1: {"format", "version", "parts", "bytes", "paths"}}
 _KEYS[2] = _KEYS[1] | {"save", "dtypes"}
 
-# The most keys in a path. torch already fails with fewer keys, because of Python's recursion limit.
+# The most keys in a path. Because of Python's recursion limit, torch already fails with fewer keys.
 _DEEP = 1000
 
 Path = tuple[str | int, ...]
@@ -60,7 +60,7 @@ class Part(NamedTuple):
 
 
 class Manifest(NamedTuple):
-    """The contents of checkpoint.json. save: "" in version 1. dtypes: torch's names for dtypes, by tensor."""
+    """The contents of checkpoint.json. save: "" in version 1. dtypes: maps tensors to torch's names of their dtypes."""
 
     parts: tuple[Part, ...]
     bytes: frozenset[str]
@@ -110,7 +110,7 @@ def paths_of(planner_data: Any) -> dict[str, Path] | None:
 
 
 def decode(text: bytes, source: str) -> Manifest:
-    """Parses the file. Raises FormatError, which names the source, for anything invalid."""
+    """Parses the file. Raises FormatError with the source's name if anything is invalid."""
 
     def malformed_error(what: str) -> FormatError:
         return FormatError(f"overwire: {source}: {what}", source=source)
@@ -189,8 +189,8 @@ def _is_path(path: Any, kind: type[Any]) -> bool:
 
 
 def _are_dense(paths: dict[str, Path]) -> bool:
-    """Returns whether the lists for all integer keys have a reasonable size for the number of paths. torch allocates
-    these lists."""
+    """Returns whether the lists that torch allocates for integer keys have a reasonable size for the number of
+    paths."""
     room = (1 << 20) + 16 * len(paths)
     places: dict[tuple[int, str | int], int] = {}  # numbers of containers by parent and key; 0 is the root
     sizes: dict[int, int] = {}

@@ -1,7 +1,7 @@
 """Writes a checkpoint under a temporary name, and publishes it when it is complete.
 
 The coordinator of a save creates an id for it. The id is in checkpoint.json, in the metadata of all files,
-and in the temporary name, so that ranks of another save never write to the same folder.
+and in the temporary name, so that two saves never write to the same folder.
 
 A local checkpoint is written to a hidden folder next to the target, `.NAME.partial-ID`. When it is complete, one rename
 gives it its name, or exchanges it with the checkpoint that it replaces. In a store, checkpoint.json is written after
@@ -77,7 +77,7 @@ class Place:
         self._objects: list[str] = []  # objects that this save has written to a store
         self._overwrite = overwrite
         self._unlock: weakref.finalize[..., Any] | None = None  # set while the coordinator holds the lock
-        self._own_folder: os.stat_result | None = None  # the folder that the coordinator created, until it is published
+        self._own_folder: os.stat_result | None = None  # the coordinator's folder, until it is published
         self._remains: list[str] = []  # folders to remove at the end
         self._replaced: dict[str, tuple[int, int, int]] | None = None  # files of the checkpoint to replace
         self._target = self._prefix = self.path
@@ -90,7 +90,7 @@ class Place:
         self.join_save(secrets.token_hex(16))
 
     def join_save(self, save: str) -> None:
-        """Joins the coordinator's save, given its id. From now on `path_of` returns paths of that save."""
+        """Joins the coordinator's save with this id. From now on, `path_of` returns paths of that save."""
         self.save = save
         #: A part of all file names in a store, "" for a local folder.
         self.mark = f"-ow{save[:8]}" if self.remote else ""
@@ -101,8 +101,8 @@ class Place:
         return f"{self._partial}/{file}"
 
     def make(self, file: str) -> str:
-        """Returns `path_of` a file, and creates its folder. Raises NotFoundError if the save's folder does not exist,
-        because the coordinator has ended or writes to another disk."""
+        """Returns `path_of` a file, and creates its folder. Raises NotFoundError if the save's folder does not exist.
+        Then the coordinator has ended, or it writes to another disk."""
         path = self.path_of(file)
         if self.remote:
             self._objects.append(path)
@@ -121,7 +121,7 @@ class Place:
             write_bytes(self.make(file), text, self.options)
             return
         path, objects = self.path_of(file), self._objects
-        if file == NAME:  # it may exist even if the request fails, so the files that it lists must stay
+        if file == NAME:  # the file may exist even if the request failed, so the files that it lists must stay
             self._objects = []
         try:
             write_bytes(path, text, self.options, once=file == NAME)
@@ -138,7 +138,7 @@ class Place:
 
         Raises ArgumentError if the destination exists and either is not a checkpoint or must not be overwritten, or if
         another save is running. Raises NotSupportedError if the file system cannot replace a checkpoint in one step. In
-        these cases the destination has not changed.
+        these cases the destination is unchanged.
         """
         old = self._has_checkpoint()
         if self.remote:
@@ -162,17 +162,17 @@ class Place:
                 self._try_to_publish(old)
 
     def hand_over(self) -> None:
-        """Passes the responsibility for this rank's objects to the coordinator, which publishes or removes them."""
+        """Makes the coordinator responsible for publishing or removing this rank's objects."""
         self._objects = []
 
     def take_over(self, files: Iterable[str]) -> None:
-        """Takes the responsibility for the objects of all ranks, to publish or remove them."""
+        """Makes this rank responsible for publishing or removing the objects of all ranks."""
         if self.remote:
             self._objects = [self.path_of(file) for file in files]
 
     def publish(self, files: Collection[str]) -> None:
-        """Gives the checkpoint its name if all its files exist. If this raises, the old checkpoint still has the name.
-        After Ctrl-C, the old or the new checkpoint may have it."""
+        """Gives the checkpoint its name if all its files exist. After an error, the old checkpoint still has the name.
+        After Ctrl-C, either checkpoint may have it."""
         if self.remote:
             self._objects = []
             return
@@ -216,7 +216,8 @@ class Place:
                 unlock()
 
     def _refuse_later_files(self, before: dict[str, tuple[int, int, int]]) -> None:
-        # Raises if the replaced checkpoint, which now has the hidden name, has changed. `drop` then restores its name.
+        # Raises an error if the replaced checkpoint, which now has the hidden name, has changed. `drop` then restores
+        # its name.
         after = _states_below(self._partial)
         if changed := sorted(file for file in before.keys() | after.keys() if before.get(file) != after.get(file)):
             raise self._error_at(
@@ -224,7 +225,7 @@ class Place:
             )
 
     def _take_back(self, state: os.stat_result) -> None:
-        # Looks for the folder itself, because a rename may have happened although it returned an error. In that case
+        # Looks for the new folder, because a rename may have taken place although it returned an error. In that case
         # the old checkpoint has the hidden name.
         if _is_at(state, self._target):
             _rename_folder(self._target, self._partial, os.path.isdir(self._partial))
@@ -363,7 +364,8 @@ def _states_below(folder: str) -> dict[str, tuple[int, int, int]]:
 
 
 def _is_at(state: os.stat_result, path: str) -> bool:
-    # Returns whether this path is the folder with this state. Returns False for a missing path. Raises other OSErrors.
+    # Returns whether the path is the folder that `state` describes. A missing path returns False; other errors are
+    # raised.
     try:
         return os.path.samestat(state, os.lstat(path))
     except FileNotFoundError:
@@ -383,5 +385,6 @@ def _rename_folder(made: str, path: str, exchange: bool) -> None:
 
 
 def _sync_folder(folder: str, entry: str = "") -> None:
-    # If the folder cannot be opened, because it cannot be listed, syncs the file system of `entry`, which is in it.
+    # entry: a path in the folder. If the folder cannot be opened, because it cannot be listed, syncs the file system of
+    # `entry`.
     _verbs.sync_names(entry or f"{folder}/{NAME}")

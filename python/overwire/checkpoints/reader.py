@@ -55,14 +55,14 @@ class CheckpointReader(Located, StorageReader):
     path: the folder, or s3://bucket/prefix; None uses the `checkpoint_id` of the load.
     storage_options: as for `load_file`.
 
-    Any number of ranks can load it, with any sharding. Each rank reads the blocks of its own tensors directly
-    into their memory. Other objects are unpickled as by `torch.load(weights_only=True)`. Classes that it refuses
-    raise UntrustedPickleError, unless `torch.serialization.add_safe_globals` allows them.
+    Any number of ranks can load the checkpoint, with any sharding. Each rank reads the blocks of its own tensors
+    directly into their memory. Other objects are unpickled as by `torch.load(weights_only=True)`. A class that this
+    function refuses raises UntrustedPickleError, unless `torch.serialization.add_safe_globals` allows it.
 
     The constructor or `reset` opens the checkpoint. Both raise NotFoundError if no complete checkpoint exists,
     FormatError, and CorruptError. A load reads a single save, even while other saves replace the checkpoint. If the
-    checkpoint was replaced before the load, the load opens it again. If ranks have opened different saves, all raise
-    CorruptError before any tensor is loaded, and the next load opens the checkpoint again. A load raises torch's
+    checkpoint was replaced before the load, the load opens it again. If ranks have opened different saves, all ranks
+    raise CorruptError before any tensor is loaded. The next load then opens the checkpoint again. A load raises torch's
     CheckpointException. Its `failures` contains the error of each rank: CorruptError, TensorNotFoundError,
     UntrustedPickleError, IOFailure.
     """
@@ -178,7 +178,7 @@ class CheckpointReader(Located, StorageReader):
         """Does nothing. torch calls this."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Adds the save that this rank has opened to the plan. torch calls this."""
+        """Adds the id of the save that this rank has opened to the plan. torch calls this."""
         self._is_planned = True
         files = None if self._manifest.save else describe_open_files([file._live_model() for _, file in self._files])
         return replace(plan, storage_data=_View(self._manifest.save, files))
@@ -266,8 +266,8 @@ class CheckpointReader(Located, StorageReader):
         raise self._error_of(TensorNotFoundError, fqn, f"no tensor {fqn!r}")
 
     def _check_entry(self, at: int, name: str, fqn: str) -> io.BytesIO:
-        """Returns the bytes of an object for a planner, which unpickles all bytes that it gets. The object is loaded by
-        torch's restricted unpickler and pickled again."""
+        """Returns the bytes of an object for a planner. The planner unpickles all bytes that it gets, so the object is
+        first loaded by torch's restricted unpickler and pickled again."""
         if fqn not in self._manifest.bytes:
             why = f"{fqn!r} is a tensor, but the state to load has no tensor there"
             raise self._error_of(NotSupportedError, fqn, why)
@@ -287,8 +287,8 @@ class CheckpointReader(Located, StorageReader):
 
 # Objects are pickled again because torch's planner unpickles all bytes without restrictions. A restricted unpickler may
 # set any attribute of the objects that it creates, and pickle looks up some methods on the instance instead of its
-# class (`__reduce_ex__`, the `items` of an OrderedDict). A file could replace these methods, so `_Pickler` refuses
-# that.
+# class (`__reduce_ex__`, the `items` of an OrderedDict). A file could thus replace these methods, so `_Pickler` refuses
+# such objects.
 
 
 class _Pickler(pickle.Pickler):

@@ -20,13 +20,13 @@ from ..errors import CorruptError, NotSupportedError
 from ..frameworks.torch import SAVED
 from .manifest import TRAINING, Manifest, Part, paths_of
 
-# Quantised dtypes. Their elements are useless without a scale.
+# Quantised dtypes. Elements of these dtypes are useless without a scale.
 _SCALE_TYPES = (torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4)
 
 
 @dataclass(frozen=True)
 class Block:
-    """A block of a tensor that a rank has: the whole tensor, or a part that begins at `offsets`."""
+    """The block of a tensor that one rank has: the whole tensor, or a part that begins at `offsets`."""
 
     rank: int
     index: MetadataIndex
@@ -36,7 +36,8 @@ class Block:
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor that a rank writes. dtype: None for the bytes of an object. blocks: they cover all elements."""
+    """A tensor that a rank writes. dtype: None for the bytes of an object. blocks: the blocks that cover all
+    elements."""
 
     name: str
     dtype: torch.dtype | None
@@ -46,8 +47,8 @@ class Entry:
 
 @dataclass
 class Round:
-    """One round of a rank. It sends blocks, in the order in which the receivers wait for them, and writes a file. file:
-    the path relative to the checkpoint, or "" for none."""
+    """One round of a rank. The rank sends blocks, in the order in which the receivers wait for them, and writes a file.
+    file: the path relative to the checkpoint, or "" for none."""
 
     file: str = ""
     entries: list[Entry] = field(default_factory=list)

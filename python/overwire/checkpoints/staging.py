@@ -1,4 +1,4 @@
-"""Defines CheckpointStager, which copies a state to host memory, so that training continues while it is saved."""
+"""Defines CheckpointStager, which copies a state to host memory, so that training continues while the copy is saved."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ class _Number(int):
 class CheckpointStager(AsyncStager):
     """Copies tensors into host memory for `dcp.async_save`. The memory is pinned for tensors on a GPU.
 
-    The buffers are reused by the next save, which then copies at the speed of the PCIe link. If an earlier save still
-    uses them, more are allocated. Copies are not compressed. The host needs as much memory as the rank's state, or
-    twice as much if a save begins before the last one has ended. Ranks on one host map each other's buffers
-    and read the blocks of sharded tensors from there.
+    The next save reuses the buffers, and then copies at the speed of the PCIe link. If an earlier save still uses them,
+    more buffers are allocated. Copies are not compressed. The host needs as much memory as the rank's state, or twice
+    as much if a save begins before the last one has ended. Ranks on one host map each other's buffers and read the
+    blocks of sharded tensors from there.
 
     Use one stager for all saves, and `close` it after the last one. Use it only with saves in a thread, which are
     torch's default. A save in another process would share the buffers.
@@ -56,10 +56,10 @@ class CheckpointStager(AsyncStager):
     def stage(self, state_dict: Any, **kwargs: Any) -> Any:
         """Returns a copy of the state in host memory. The tensors may change after the call.
 
-        Each value is read once. Raises NotSupportedError with the tensor's name for a tensor that is not just dense
-        memory: sparse, nested, quantised, on the meta device, from a lazy module, or of a subclass (MaskedTensor,
+        Each value is read once. Raises NotSupportedError with the tensor's name for a tensor that is more or less than
+        dense memory: sparse, nested, quantised, on the meta device, from a lazy module, or of a subclass (MaskedTensor,
         quantised weights) other than DTensor. Raises ArgumentError for memory that was freed (`sleep`) or shortened,
-        and OutOfMemoryError. After an error nothing has been copied.
+        and OutOfMemoryError. After an error, no copy remains.
         """
         sets = [(user() is None and not _is_used(buffers), user, buffers) for user, buffers in self._sets]
         self._sets = [(user, buffers) for is_free, user, buffers in sets if not is_free]
@@ -127,7 +127,7 @@ class _Copying:
             some = [buffers[pinned] for buffers in free if pinned in buffers and buffers[pinned].memory.nbytes >= size]
             if not some:
                 for buffers in free:
-                    buffers.pop(pinned, None)  # frees the small buffers before it allocates a new one
+                    buffers.pop(pinned, None)  # frees the small buffer first
                 memory = host_memory(size, pinned)
                 some = [_Buffer(memory, users_of(memory))]
             self.buffers[pinned] = some[0]

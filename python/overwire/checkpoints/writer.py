@@ -41,20 +41,20 @@ _AT_ONCE = 4
 class CheckpointWriter(Located, StorageWriter):
     """Writes a checkpoint as an overwire folder, for `dcp.save` and `dcp.async_save`.
 
-    path: the folder, on a file system that all ranks share, or s3://bucket/prefix; None uses the
-        `checkpoint_id` of the save. The checkpoint appears complete or not at all. An older checkpoint with this
-        name stays complete until it is replaced, however the save ends. In a store no checkpoint is replaced, and if
-        several saves run at the same time, one of them succeeds.
-    model: the key of the model in the state. The tensors below this key are stored in the folder itself, named
-        without the key. Everything else is stored in the subfolder `training`. If the state is not nested or lacks
-        the key, all tensors are stored as the model.
+    path: the folder, on a file system that all ranks share, or s3://bucket/prefix; None uses the `checkpoint_id` of the
+        save. The checkpoint appears complete or not at all. However the save ends, an older checkpoint with this name
+        stays complete until it is replaced. In a store, a checkpoint is never replaced. If several saves run at the
+        same time there, one of them succeeds.
+    model: the key of the model in the state. The tensors below this key are stored in the folder itself, named without
+        the key. Everything else is stored in the subfolder `training`. If the state is not nested or lacks the key, all
+        tensors are stored as the model.
     compress, level: as for `save_file`.
-    max_shard_size: the most tensor bytes in a file. Each rank writes up to four files at a time. To gather sharded
-        tensors, it needs memory for them on the device on which it gathers.
+    max_shard_size: the most tensor bytes in a file. Each rank writes up to four files at a time. A rank that gathers
+        sharded tensors needs memory for them on the device where it gathers.
     overwrite: whether to replace an older checkpoint.
-    process_group: the group through which the ranks send blocks of tensors to each other. By default it is
-        the group that was passed to torch for the save. If there is none, `dcp.save` uses the default
-        group, and `dcp.async_save` a gloo group that the writer creates and training does not use.
+    process_group: the group through which the ranks send blocks of tensors to each other. By default it is the group
+        that was passed to torch for the save. If there is none, `dcp.save` uses the default group, and `dcp.async_save`
+        uses a gloo group that the writer creates and training does not use.
     storage_options: as for `load_file`.
 
     All tensors are stored whole. The blocks of a sharded tensor (FSDP, DTensor) are sent by the group's backend to the

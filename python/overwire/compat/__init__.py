@@ -55,7 +55,7 @@ def install(name: str) -> None:
     "safetensors" remains the installed package, but reads through overwire for the
     rest of the process, as after `overwire.patch_safetensors()`.
 
-    Modules that have already imported the original keep it. Raises ArgumentError for other names.
+    Modules that have already imported the original library keep using it. Raises ArgumentError for other names.
     """
     if name == "safetensors":
         _patch()
@@ -114,7 +114,7 @@ class _Ours(Loader):
 
 
 def _namespace(name: str) -> ModuleType:
-    """Returns a namespace package: a new one if no part of it is installed."""
+    """Returns the namespace package of this name, or a new one if no part of it is installed."""
     try:
         return import_module(name)
     except ModuleNotFoundError:

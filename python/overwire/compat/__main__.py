@@ -1,4 +1,4 @@
-"""Runs `python -m overwire.compat path NAME`: prints a folder for PYTHONPATH. With it,
+"""Runs `python -m overwire.compat path NAME`: prints a folder for PYTHONPATH. If the folder is on PYTHONPATH,
 unmodified programs that import the library NAME get overwire's version."""
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Loads blocks of open files on the ranks of a group, which share the reading. Each rank loads into its own memory.
+"""Loads blocks of open files on the ranks of a group. The ranks share the reading, and each rank loads into its own
+memory.
 
-Every rank passes the blocks that it needs. The plug-ins for inference engines do this once they have recorded where the
-engine's own loader copies each block.
+Every rank passes the blocks that it needs. The plug-ins for inference engines use this module after they have recorded
+where the engine's own loader copies each block.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ class Blocks(NamedTuple):
 def should_share_reading(group: Any, pays: bool, open_all: Callable[[], None] = lambda: None) -> bool:
     """Returns whether the ranks of a group should share the reading. Collective.
 
-    They should if some ranks are on the same host, all can probably map each other's memory, and OVERWIRE_EXCHANGE is
-    "mapped", or is "auto" and `pays` is true.
+    They should if some ranks are on the same host, the ranks of each host can probably map each other's memory, and
+    OVERWIRE_EXCHANGE is "mapped", or is "auto" and `pays` is true.
 
     pays: whether sharing is worthwhile, because the ranks load onto GPUs or from a store. It must be equal on all
     ranks. open_all: opens this rank's files; its exceptions are raised on all ranks. Raises ArgumentError on all ranks
@@ -92,7 +93,8 @@ def meet_to_load(group: Any, prepare: Callable[[], tuple[Any, ...] | None]) -> t
 
 
 def _are_comparable(reports: Sequence[dict[str, Any]]) -> bool:
-    # Returns whether all ranks have opened the same names, or files with equal tables. If not, each loads by itself.
+    # Returns whether all ranks have opened the same names, or files with equal tables. If not, each rank loads by
+    # itself.
     plans = [one for one in reports if one["opened"] is not None]
     return all(one["tables"] == plans[0]["tables"] or one["opened"].uris == plans[0]["opened"].uris for one in plans)
 
@@ -114,8 +116,8 @@ def _describe_blocks(blocks: Blocks | None) -> dict[str, Any]:
 
 
 class BlockLoad:
-    """The load of all ranks' blocks. Every rank must call `try_land` once. If a rank frees the load instead, the others
-    raise an error."""
+    """The load of all ranks' blocks. Every rank must call `try_land` once. If a rank frees this object instead, the
+    other ranks raise an error."""
 
     def __init__(self, members: Members, blocks: Blocks, requests: Sequence[Sequence[bytes]]) -> None:
         """requests: the requests of all ranks, by rank and by file."""
@@ -128,15 +130,15 @@ class BlockLoad:
                 self._files[number] = before
                 before += len(file._live_model().table)
         self._lands = False
-        #: The stored bytes that this rank has read, and those that it has copied from other ranks.
+        #: The stored bytes that this rank has read, and the stored bytes that it has copied from other ranks.
         self.read, self.copied = 0, 0
 
     def try_land(self, meanwhile: Callable[[], None]) -> str:
-        """Loads all blocks in one pass over the files. Collective. Returns "". If the ranks cannot map each
-        other's memory, loads no block and returns the reason.
+        """Loads all blocks in one pass over the files, and returns "". If the ranks cannot map each other's memory,
+        loads no block and returns the reason. Collective.
 
-        meanwhile: loads the rest of this rank's tensors. It runs while the first bytes are read, and its exceptions are
-        raised on all ranks. If a rank fails or disappears, the others raise an error.
+        meanwhile: a function that loads the rest of this rank's tensors. It runs while the first bytes are read, and
+        its exceptions are raised on all ranks. If a rank fails or disappears, the other ranks raise an error.
         """
         members, device = self._members, self._blocks.device
         with group_verb(members.group, device, False):
@@ -166,8 +168,8 @@ class BlockLoad:
             self._members.tell_failure(CancelledError("overwire: group: this rank did not load its blocks"), -1, False)
 
     def _number_rows(self, requests: Sequence[bytes], rank: int | None = None) -> bytes:
-        # Returns the requests of all files as if the files were one model with consecutive tensor numbers. rank:
-        # replaces the addresses, unless it is None.
+        # Returns the requests of all files as if the files were one model with consecutive tensor numbers. rank: a
+        # number that replaces the addresses, unless it is None.
         numbered = array("q")
         for number, before in self._files.items():
             rows = array("q", requests[number])

@@ -17,7 +17,7 @@ ALL = (0, WHOLE, 0, WHOLE)
 
 def shard_range(size: int, ranks: int, rank: int) -> tuple[int, int]:
     """Returns the block [lo, hi) that `rank` of `ranks` gets of a dimension of `size`. Blocks have ceil(size / ranks)
-    elements, as in torch.chunk and DTensor. The last blocks may be shorter or empty."""
+    elements, as in torch.chunk and DTensor. The blocks of the last ranks may be shorter or empty."""
     block = -(-size // ranks)
     return min(rank * block, size), min((rank + 1) * block, size)
 
@@ -30,8 +30,8 @@ def _slice_shape(shape: tuple[int, ...], dim: int, ranks: int, rank: int) -> tup
 
 
 class CutTensor(NamedTuple):
-    """One tensor to load. at: its position. row: its row in the table. shape: its shape in torch. dim: the dimension
-    along which it is sliced, or None."""
+    """One tensor to load. at: its position in the table. row: its row there. shape: its shape in torch. dim: the
+    dimension along which it is sliced, or None."""
 
     at: int
     row: Row
@@ -60,7 +60,7 @@ class Cutting(NamedTuple):
         )
 
     def block(self, task: CutTensor, rank: int | None = None) -> tuple[int, int, int, int]:
-        """Returns the ranges of dims 0 and 1 that the engine reads for a rank. rank: None means this rank."""
+        """Returns the ranges of dimensions 0 and 1 that the engine reads for a rank. rank: None means this rank."""
         dim, shape = task.engine_dim(), self.shape(task, rank)
         if dim < 0 or shape == task.row.shape:
             return ALL
@@ -68,7 +68,8 @@ class Cutting(NamedTuple):
         return (lo, hi, 0, WHOLE) if dim == 0 else (0, task.row.shape[0], lo, hi)
 
     def row(self, task: CutTensor) -> Row:
-        """Returns the table row of a tensor, with shape and size of the part that the engine reads for this rank."""
+        """Returns the table row of a tensor, with the shape and size of the part that the engine reads for this
+        rank."""
         if self.block(task) == ALL:
             return task.row
         shape = self.shape(task)
@@ -94,7 +95,7 @@ class Cutting(NamedTuple):
 
     def _empty_slice(self, task: CutTensor, device: str) -> Any:
         shape = self.shape(task)
-        # `frame.empty` takes a shape as in files, but this is a shape as in torch.
+        # `frame.empty` takes the shape in a file, but this is the shape in torch.
         if task.row.dtype in PACKED:
             flat = self.frame.empty("U8", (math.prod(shape),), device)
             return flat.view(self.frame.empty(task.row.dtype, (0,), "cpu").dtype).view(shape)

@@ -1,13 +1,13 @@
 """Implements the communication of a process group that loads together: agreement, errors, and data.
 
-This module reads no files, and no other module uses collectives. All ranks of the group must call the methods that are
+This module reads no files. No other module uses collectives. All ranks of the group must call the methods that are
 marked as collective, in the same order. Nothing in this module is called unless the user passes a group.
 
 A public function with a group runs inside `group_verb`, including the check of its arguments. If one rank fails, the
-others raise the error at the next agreement (`gather_results`, `agree`). A rank that is reading polls for failures of
-the others (`look_for_failure`). If a rank is interrupted while it waits for the others, they learn of it in the same
-way. An exception that leaves the function between two agreements puts the ranks out of step. The other ranks get it
-through the group's store, which waiting ranks poll. The group cannot be used for loads after that.
+other ranks raise the error at the next agreement (`gather_results`, `agree`). A rank that is reading polls for failures
+of other ranks (`look_for_failure`). If a rank is interrupted while it waits, the other ranks are informed in the same
+way. An exception that leaves the function between two agreements puts the ranks out of step. The other ranks get the
+exception through the group's store, which waiting ranks poll. Afterwards the group cannot be used for loads.
 
 This module keeps no reference to a group.
 """
@@ -58,13 +58,14 @@ _GRACE = 0.5
 # The seconds by which the clocks of hosts may differ.
 _SKEW = 2.0
 
-# The seconds in which ranks must answer when another rank asks which ranks are alive. That is time for four polls.
+# The seconds within which ranks must answer when another rank asks which ranks are alive. In this time they poll four
+# times.
 _ANSWER = 1.0
 
 # The exceptions that torch raises if a group's store cannot be reached.
 _UNREACHABLE = (RuntimeError, ValueError, AttributeError, KeyError)
 
-# The seconds that a rank waits for the next agreement after all other errors, while readers poll.
+# The seconds that a rank waits for the next agreement after any other error. Ranks that read poll in this time.
 _PATIENCE = 4.0
 
 # For this many seconds, a rank that waits for a GPU polls without sleeping.
@@ -77,9 +78,9 @@ class _VerbState:
     token: the prefix of the keys in the group's store, or "" before the first agreement. born: the wall-clock time when
     this object was created. number: how many collectives have begun. agreed: how often the ranks have agreed. depth:
     the nesting of calls. known: an error that all ranks know. halt: the error that `look_for_failure` raised after
-    another rank had failed. interrupt: an interrupt while this rank waited, which the others do not know yet. failure:
-    the error with which this rank enters an agreement. until: how long it waits there for the others. broken: why the
-    ranks are out of step.
+    another rank had failed. interrupt: an interrupt of this rank's waiting that the other ranks do not know yet.
+    failure: the error with which this rank enters an agreement. until: the time until which it waits there for the
+    other ranks. broken: why the ranks are out of step.
     """
 
     def __init__(self) -> None:
@@ -100,7 +101,8 @@ class Members:
 
     rank: this process in the group. size: the number of ranks. local: the ranks of the group on this host, in
     order. most_local: the number of ranks on the host with the most ranks. hosts: the number of hosts.
-    unreachable: why the ranks of a host cannot map each other's memory. reached: whether they have mapped it.
+    unreachable: why the ranks of a host cannot map each other's memory. reached: whether the ranks of a host have
+    mapped each other's memory.
     """
 
     def __init__(self, group: Any) -> None:
@@ -142,7 +144,7 @@ class Members:
         """Returns the device from which tensors are sent: `device`, or "cpu" if the group has no backend for it.
         Returns "" if host memory cannot be sent."""
         if device == "cpu":
-            # NCCL does not send host memory.
+            # NCCL cannot send host memory.
             return "cpu" if "cpu:" in self._backends and "cpu:nccl" not in self._backends else ""
         return device if "cuda:nccl" in self._backends else "cpu"
 
@@ -154,8 +156,8 @@ class Members:
     def gather_results(self, work: Callable[[], _T]) -> list[_T]:
         """Runs `work` on each rank and returns the results of all ranks. Collective.
 
-        If `work` raises an error on a rank, all ranks raise. That rank raises its own error, and the others an error
-        of the same class that names the rank.
+        If `work` raises an error on a rank, this rank raises its own error, and all other ranks raise an error of the
+        same class that names the rank.
         """
         step = self._step
         result: Any = None
@@ -174,8 +176,8 @@ class Members:
         return [result for _, result, _ in every]
 
     def agree(self, error: BaseException | None, ours: bool = True) -> None:
-        """Raises on all ranks if one of them has an error. Collective. ours: False if the error may be a consequence of
-        another rank's error. It is then raised only if there is no other error."""
+        """Raises an error on all ranks if one of them has an error. Collective. ours: False if the error may be a
+        consequence of another rank's error. Such an error is raised only if there is no other error."""
         step = self._step
         if step.interrupt is not None:
             error, ours = step.interrupt, True
@@ -188,13 +190,13 @@ class Members:
             self._raise_heaviest(self._gather_objects((_pickle_error(error), _severity_of_error(error, ours))), error)
 
     def raise_alike(self, error: BaseException) -> None:
-        """Raises an error that every rank raises at this point."""
+        """Raises an error on this rank that all ranks raise at this point."""
         self._step.known = error
         raise error
 
     def _raise_heaviest(self, faults: list[tuple[bytes | None, int]], mine: BaseException | None) -> None:
         # Raises the error with the highest weight. faults: the error and weight of each rank. A rank raises its own
-        # error if that has the highest weight, otherwise the first such error.
+        # error if this has the highest weight, otherwise the error of the first rank for which this is true.
         most = max(weight for _, weight in faults)
         if mine is not None and faults[self.rank][1] == most:
             self.raise_alike(mine)
@@ -204,8 +206,8 @@ class Members:
 
     def look_for_failure(self) -> None:
         """Raises the error with which another rank has left a call, or CancelledError if another rank has failed and
-        waits for the next agreement. Not collective. Ranks that wait for something other than the group call this. It
-        polls a few times per second."""
+        waits for the next agreement. Not collective. Ranks that wait for something other than the group call this
+        method. It polls a few times per second."""
         now = time.monotonic()
         if now - self._step.looked >= _LOOK:
             self._step.looked = now
@@ -253,7 +255,7 @@ class Members:
             time.sleep(_LOOK / 10)
 
     def _limit_wait(self, error: BaseException | None, seconds: float) -> None:
-        # Sets how long this rank waits for the next agreement with an error. After an interrupt the time is short.
+        # Sets how long this rank waits for the next agreement after an error. After an interrupt the time is short.
         if isinstance(error, (KeyboardInterrupt, SystemExit, TimeoutError)) and not isinstance(error, OverwireError):
             seconds = _GRACE
         self._step.failure, self._step.until = error, time.monotonic() + seconds
@@ -292,9 +294,9 @@ class Members:
         return step.number
 
     def tell_failure(self, error: BaseException, first: int, meets: bool) -> None:
-        """Passes an error that ends a call on this rank to the other ranks, unless they know it. If the ranks have not
-        agreed yet in this call, the first agreement passes the error. Otherwise the ranks are out of step. first: the
-        result of `begin_verb`. meets: as for `group_verb`."""
+        """Passes an error that ends a call on this rank to the other ranks, unless they already know the error. If the
+        ranks have not agreed yet in this call, the first agreement passes the error. Otherwise the ranks are out of
+        step. first: the result of `begin_verb`. meets: as for `group_verb`."""
         step = self._step
         if error is step.known:
             return
@@ -331,7 +333,7 @@ class Members:
         return bool(flag.item())
 
     def _gather_objects(self, mine: Any) -> list[Any]:
-        # Returns the objects of all ranks. Each is sent as its length and its pickled bytes. Collective.
+        # Returns the objects of all ranks. Each object is sent as its length and its pickled bytes. Collective.
         payload = pickle.dumps(mine)
         payload = len(payload).to_bytes(8, "little") + payload
         every = self._gather_blocks(payload, max(4 << 10, min(_BLOCK, _BLOCKS // self.size)))
@@ -355,7 +357,7 @@ class Members:
     def _run_collective(self, begin: Callable[..., Any], tensor: Any, *args: Any, waits: bool = True) -> None:
         # Runs a collective that writes a tensor. torch.distributed raises RuntimeError if a rank has died or the
         # group's timeout has passed.
-        self._step.number += 1  # counted first, so that after an interrupt no other collective is run instead
+        self._step.number += 1  # counted first: after an interrupt it counts as begun
         try:
             work = begin(tensor, *args, group=self.group, async_op=waits)
             if waits:
@@ -408,7 +410,7 @@ class Members:
 
     def gather_shares(self, buffer: Any, share: int) -> None:
         """Fills a buffer on all ranks. Collective. Rank r contributes bytes [r * share, (r + 1) * share) of the buffer
-        and receives the others. On a GPU the operation is only queued."""
+        and receives the other bytes. On a GPU the operation is only queued."""
         whole, part = buffer[: share * self.size], buffer[share * self.rank :][:share]
         self._run_collective(self._dist.all_gather_into_tensor, whole, part, waits=not buffer.is_cuda)
 
@@ -495,8 +497,8 @@ def members_of(group: Any) -> Members:
 
 
 def on_current_gpu(device: Any) -> AbstractContextManager[Any]:
-    """Returns a context in which this rank's GPU is the current one, because NCCL sends flags and objects from it.
-    Ignores an invalid device. It is refused later, where the error reaches all ranks."""
+    """Returns a context in which this rank's GPU is the current GPU, because NCCL sends flags and objects from there.
+    Ignores an invalid device, which is refused later, where the error reaches all ranks."""
     import torch
 
     with suppress(OverwireError):
@@ -507,8 +509,8 @@ def on_current_gpu(device: Any) -> AbstractContextManager[Any]:
 
 @contextmanager
 def group_verb(group: Any, device: Any = "cpu", meets: bool = True) -> Iterator[Members]:
-    """A context for a whole group call on this rank, including the check of its arguments. An exception that leaves it
-    ends the call on every rank. device: the device of this rank's tensors. meets: whether the call begins with
+    """A context for a whole group call on this rank, including the check of its arguments. An exception that leaves the
+    context ends the call on every rank. device: the device of this rank's tensors. meets: whether the call begins with
     `gather_results`."""
     members = members_of(group)
     first = members.begin_verb()
@@ -524,6 +526,6 @@ def group_verb(group: Any, device: Any = "cpu", meets: bool = True) -> Iterator[
 
 
 def agree(group: Any, error: BaseException | None) -> None:
-    """Raises on every rank if one of them has an error. Collective. That rank raises its own error, and the others an
-    error of the same class that names the rank."""
+    """Raises an error on every rank if one of them has an error. Collective. The rank with the error raises it, and the
+    other ranks raise an error of the same class that names the rank."""
     members_of(group).agree(error)

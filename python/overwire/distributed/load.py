@@ -2,7 +2,7 @@
 
 A rank reads its share over the PCIe link of its own GPU, and gets the other shares from the other ranks. Then every
 rank decodes the tensors that it needs (plain tensors are copied). A load proceeds in pieces. Each piece is in one of a
-few buffers, and a load needs no memory other than the buffers and the tensors. The engine reads, assembles and decodes
+few buffers. A load needs no memory other than the buffers and the tensors. The engine reads, assembles and decodes
 (`gosrc/relay`). There are two transports, and all ranks choose by the same rule (`choose_carrier`):
 
     mapped       between ranks of a host that map each other's memory. The engine copies.
@@ -32,14 +32,14 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("overwire")
 
-#: SHARE is the most bytes of a piece that one rank reads. It has room for a chunk and the gap before the next one.
+#: SHARE is the most bytes of a piece that one rank reads. This is enough for a chunk and the gap before the next chunk.
 #: If ranks map each other's memory, a rank has `count_own_buffers` buffers that the others map, and on a GPU also
 #: STAGES buffers for each other rank. For collectives, each of COLLECTIVE_BUFFERS has room for the shares of all ranks.
 SHARE = 32 << 20
 STAGES = 3
 COLLECTIVE_BUFFERS = 2
 
-# The smallest share if ranks map each other's memory. They decode a share only after all of it has been read.
+# The smallest share if ranks map each other's memory. A share is decoded only when all of it has been read.
 _FINE = 16 << 20
 
 # The limits for a buffer and for all buffers that are decoded together, for any number of ranks. Shares are multiples
@@ -50,7 +50,7 @@ _ALIGN = 256
 #: The bytes of a packed request.
 REQUEST = 48
 
-# After this many pieces the ranks check whether any has failed.
+# After this many pieces, the ranks check whether one of them has failed.
 _AGREE = 32
 
 # The seconds between two progress reports, and between two polls for failures of the other ranks.
@@ -72,8 +72,8 @@ class Wants(NamedTuple):
 
 
 def share_of_rank(ranks: int, share: int, buffers: int = 1) -> int:
-    """Returns the bytes of each rank's share of a buffer: `share`, or less if one buffer, or the
-    `buffers` buffers that are decoded together, would be too large."""
+    """Returns the bytes of each rank's share of a buffer: `share`, or less if one buffer, or all `buffers` buffers that
+    are decoded together, would be too large."""
     return min(share, _LARGEST // ranks, _TOGETHER // buffers // ranks) // _ALIGN * _ALIGN
 
 
@@ -84,8 +84,8 @@ def mapped_share(ranks: int, room: int) -> int:
 
 
 def count_own_buffers(ranks: int) -> int:
-    """Returns the number of a rank's own buffers if ranks map each other's memory. A rank fills them while it waits to
-    map the memory of the other ranks, before any buffer is released."""
+    """Returns the number of a rank's own buffers if ranks map each other's memory. A rank fills these buffers while it
+    waits to map the memory of the other ranks. Until then no buffer is released."""
     return min(7 + ranks, 16)
 
 
@@ -99,9 +99,9 @@ class Situation(NamedTuple):
     """Facts for the choice of the transport.
 
     local: the number of ranks on the host with the most ranks. gpu: whether tensors are loaded to GPUs. remote: whether
-    the files are in a store or on a network file system. sends: whether the group has a backend for the tensors and
-    every chunk fits. unreachable: whether ranks of a host cannot map each other's memory, or a chunk does not fit
-    there.
+    the files are in a store or on a network file system. sends: whether the group has a backend for the tensors, and
+    every chunk fits into a share. unreachable: whether ranks of a host cannot map each other's memory, or a chunk does
+    not fit into a mapped share.
     """
 
     ranks: int
@@ -119,11 +119,11 @@ def choose_carrier(setting: str, now: Situation) -> str:
     if setting == "none" or now.ranks == 1:
         return "none"
     if setting == "auto" and not now.gpu and not now.remote:
-        return "none"  # all ranks of a host share the page cache, and plain tensors are mapped from it
+        return "none"  # the ranks of a host share the page cache, from which plain tensors are mapped
     if setting == "collective" or now.unreachable:
         return collective
     if setting == "auto" and now.sends and now.remote and now.hosts > 1:
-        return "collective"  # with other transports each host would read all bytes
+        return "collective"  # with mapped memory each host would read all bytes
     return "mapped" if now.local > 1 else "none"
 
 
@@ -180,13 +180,13 @@ class GroupLoad:
         meanwhile: Callable[[], None] = lambda: None,
     ) -> Generator[int, None, None]:
         """Yields the numbers of this rank's requests as they land. Collective. The ranks agree after the last request.
-        A caller that closes this generator early must call the agreement itself.
+        A caller that closes this generator early must then call `agree` itself.
 
-        make_requests: returns this rank's requests. It and `meanwhile` run while the first bytes are read,
-        and their exceptions are raised on all ranks. agree: the agreement of the ranks. tell: called regularly with the
-        bytes of tensors that are decoded so far.
+        make_requests: returns this rank's requests. make_requests and `meanwhile` run while the first bytes are read,
+        and their exceptions are raised on all ranks. agree: the agreement of the ranks. tell: a function that is called
+        regularly with the number of tensor bytes decoded so far.
 
-        Raises Unmapped on all ranks if some of them cannot map each other's memory.
+        Raises Unmapped on all ranks if some ranks cannot map each other's memory.
         """
         mapped, engine = self.carrier == "mapped", _Relay(self._members, self._buffers)
         with after_error(engine.abandon_job):
@@ -273,7 +273,7 @@ class _Relay:
         return self._job
 
     def try_step(self, step: Callable[[], Any]) -> None:
-        """Runs a step, unless an earlier step has failed. Not collective. A failure ends the job, and is raised on all
+        """Runs a step, unless an earlier step has failed. Not collective. An error ends the job, and is raised on all
         ranks at the next agreement."""
         if self._error is None:
             with self._ending_job():
@@ -308,7 +308,7 @@ class _Relay:
 
     def follow_mapped(self, agree: Agree, tell: Callable[[int], None]) -> Generator[int, None, None]:
         """Yields requests while the engines of a host exchange bytes by themselves. If a rank disappears, the other
-        ranks of its host raise an error without a collective, which would never end."""
+        ranks of its host raise an error without a collective, because it would never end."""
         members = self._members
         with self._ending_job():
             if self._error is None:
@@ -342,7 +342,7 @@ class _Relay:
         """Gathers one piece at a time, on all ranks together. All requests land at the end."""
         members, shares = self._members, list[int]()
         self.try_step(lambda: shares.extend(relay_shares(self.job.number)))
-        agree(self._error, True)  # all ranks have the same pieces after this
+        agree(self._error, True)  # afterwards all ranks have the same pieces
         for piece, share in enumerate(shares):
             self.try_step(lambda piece=piece: self._await_share(piece))  # type: ignore[misc]
             members.gather_shares(self._ring[piece % len(self._ring)], share)  # an error here puts ranks out of step

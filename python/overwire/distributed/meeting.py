@@ -1,9 +1,10 @@
 """Compares the arguments and the open files of all ranks, and raises an error that names the ranks if they differ.
 
-Each rank opens a path by itself, and the file may be replaced in between. On one host, the ranks must have opened
-files with the same inode, size and times (`stat`), or objects with the same version. On different hosts, the layouts
-must be equal, including the checksums of a compressed file. Copies of a compressed file on one host are also accepted.
-On network file systems inode numbers are not reliable. There, size and modification time must also be equal.
+Each rank opens a path by itself, and the file may be replaced between two of these opens. On one host, the ranks must
+have opened files with the same inode, size and times (`stat`), or objects with the same version. On different hosts,
+the layouts must be equal, including the checksums of a compressed file. Copies of a compressed file on one host are
+also accepted. On network file systems, where inode numbers are not reliable, size and modification time must also be
+equal.
 """
 
 from __future__ import annotations
@@ -45,9 +46,10 @@ def meet(
 ) -> list[dict[str, Any]]:
     """Gathers and compares the reports of all ranks. Collective.
 
-    describe: returns this rank's report. Its "alike" and OVERWIRE_EXCHANGE must be equal on all ranks. Its "opened",
-    the result of `describe_open_files` or None, must be equal if the reports are `comparable`. reopen: called on all
-    ranks if files differ, because a file may have been replaced between the opens. All ranks then report again.
+    describe: returns this rank's report. The report's "alike" and OVERWIRE_EXCHANGE must be equal on all ranks. The
+    report's "opened", the result of `describe_open_files` or None, must be equal if the reports are `comparable`.
+    reopen: called on all ranks if files differ, because a file may have been replaced between two opens. All ranks then
+    report again.
 
     Raises errors of `describe` on all ranks, and ArgumentError and CorruptError for differences.
     """

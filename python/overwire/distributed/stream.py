@@ -1,4 +1,4 @@
-"""Yields the tensors of a load over a group, whose ranks iterate together."""
+"""Yields the tensors of a group load, over which all ranks iterate together."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .tensors import TensorLoad
 class GroupArrivals:
     """The tensors of a load by a group, in the order of arrival; see `verbs.streams`. Every method is collective.
 
-    opening: opens the load. positions: of this rank's tensors; they also serve as the tensors' numbers.
+    opening: a context manager that opens the load. The positions of this rank's tensors also serve as their numbers.
     """
 
     collective = True
@@ -48,7 +48,7 @@ class GroupArrivals:
             try:
                 if load is not None:
                     if inspect.getgeneratorstate(self._tensors) == inspect.GEN_CREATED:
-                        load.close_unbegun()  # a generator that has not started does not inform the other ranks
+                        load.close_unbegun()  # closing a generator that has not started does not inform the other ranks
                     self._tensors.close()
             finally:
                 if error is None:
@@ -62,8 +62,8 @@ _open: weakref.WeakSet[GroupArrivals] = weakref.WeakSet()
 
 @atexit.register
 def _close_all() -> None:
-    # Closes loads while the groups still exist. A load that is closed later would abort the process.
+    # Closes loads while the groups still exist. Closing a load later would abort the process.
     for arrivals in list(_open):
         with suppress(Exception):
-            if inspect.getgeneratorstate(arrivals._tensors) != inspect.GEN_RUNNING:  # else in a daemon thread
+            if inspect.getgeneratorstate(arrivals._tensors) != inspect.GEN_RUNNING:  # a daemon thread may run it
                 arrivals.close()

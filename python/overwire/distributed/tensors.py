@@ -2,10 +2,10 @@
 
     tensors = ow.load_file(path, device="cuda:0", group=pg, shard={"up.weight": 0, "down.weight": 1})
 
-Each rank gets every tensor. A tensor that `shard` names is sliced along the given dimension into blocks of
-ceil(size / ranks), and rank r gets the r-th block. The last blocks may be shorter or empty. Bytes that several ranks
-need are read by one of them and sent to the others in stored form (`load`). Without a transport every rank reads
-everything that it needs.
+Each rank gets every tensor. A tensor that `shard` names is sliced along the given dimension into blocks of ceil(size /
+ranks), and rank r gets block r. The blocks of the last ranks may be shorter or empty. If several ranks need the same
+bytes, one of them reads the bytes and sends them to the others in stored form (`load`). Without a transport, every rank
+reads everything that it needs.
 
 An error on one rank is raised on all ranks at the next agreement, and the loaded tensors are freed. `group` describes
 the agreement.
@@ -58,7 +58,7 @@ def open_load(
     """Opens a load on all ranks, without reading tensors. Collective.
 
     opens: the result of `opening`. budget: the max_memory of a stream, or None for a load of all tensors.
-    unmapped_budget: the same for ranks that do not map each other's memory. choose: returns the positions of the
+    unmapped_budget: the budget of ranks that do not map each other's memory. choose: returns the positions of the
     tensors that this rank needs. It is called before the first agreement, and its errors are raised on all ranks.
     """
     loads: list[TensorLoad] = []
@@ -110,7 +110,7 @@ class TensorLoad:
         self._tasks: dict[int, CutTensor] = {}  # by position, filled on demand
         self._frame, device, self._dtype = target.frame, target.device, target.dtype
         self._exchange = ranks.exchange_setting()
-        # 0 means no budget. `apply_reports` replaces these by the smallest budget of any rank.
+        # 0 means no budget. `apply_reports` replaces these values by the smallest budget of any rank.
         self._budget, self._unmapped_budget = budgets[0] or 0, budgets[1]
         self._bitmaps: list[bytes] = []  # bitmaps of the tensors that each rank needs, by rank
         if self._frame.name != "torch":
@@ -138,8 +138,8 @@ class TensorLoad:
         self.model.close()
 
     def _cut_dims(self, shard: ShardLike) -> dict[int, int]:
-        # Maps positions to dimensions. Includes tensors that this rank does not load, because the ranks compare the
-        # map.
+        # Maps positions to dimensions. The map includes tensors that this rank does not load, because the ranks compare
+        # it.
         model, dims = self.model, {}
         if shard is None:
             return {}
@@ -166,7 +166,7 @@ class TensorLoad:
         return dims
 
     def slice_size(self, at: int) -> tuple[int, int]:
-        """Returns the tensor's position, and the number of elements of this rank's slice as the file counts them. Not
+        """Returns the tensor's position, and the number of elements of this rank's slice, counted as in the file. Not
         collective."""
         if at not in self._dims:
             return at, WHOLE
@@ -175,7 +175,7 @@ class TensorLoad:
         return at, math.prod(task.row.shape) * own // max(whole, 1)
 
     def describe_wants(self) -> dict[str, Any]:
-        """Returns the facts that the ranks compare, and those that all ranks need. Not collective."""
+        """Returns the facts that the ranks compare, and the facts that all ranks need. Not collective."""
         self._check_sizes(self.positions, self._budget)
         table = hashlib.sha256(repr([row[:5] for row in self.model.table]).encode())
         bitmap = bytearray(-(-len(self.model.table) // 8))
@@ -206,8 +206,8 @@ class TensorLoad:
         return _has_bit(self._bitmaps[rank], at)
 
     def _split_positions(self) -> tuple[list[int], list[int]]:
-        # Returns the positions that all ranks load together, which are equal on all ranks, and those that this rank
-        # loads by itself. If ranks map each other's memory, all positions are loaded together.
+        # Returns the positions that all ranks load together, which are equal on all ranks, and the positions that this
+        # rank loads by itself. If ranks map each other's memory, all positions are loaded together.
         once = twice = 0
         for bitmap in self._bitmaps:
             bits = int.from_bytes(bitmap, "little")
@@ -224,12 +224,12 @@ class TensorLoad:
 
     def iter_tensors(self, places: Mapping[int, Any] | None = None) -> Generator[tuple[int, Any], None, None]:
         """Yields (position, tensor) for the tensors that this rank needs, as they arrive. The ranks agree after the
-        last one. The load proceeds in windows if the budget or the transport requires that.
+        last tensor. The load proceeds in windows if the budget or the transport requires this.
 
         places: this rank's memory for its slices, by position. It must be on the model's device, dense and of the
             file's dtype. The yielded tensor is in this memory, or elsewhere if the engine cannot write to it.
 
-        A rank that closes this generator early ends it on all ranks.
+        A rank that closes this generator early ends the load on all ranks.
         """
         try:
             yield from self._load_windows(self._budget, places or {}, True)
@@ -250,7 +250,7 @@ class TensorLoad:
             self._agree_or_raise(CancelledError(_CLOSED))
 
     def _load_windows(self, budget: int, places: Mapping[int, Any], streams: bool) -> Iterator[tuple[int, Any]]:
-        # Loads the windows that all ranks load together, then those that this rank loads by itself. Collective.
+        # Loads the windows that all ranks load together, then the windows that this rank loads by itself. Collective.
         shared, lone = self._split_positions()
         self._check_sizes(shared, budget)
         windows, arrived, agreed = self._windows_of(shared, budget), set[int](), False
@@ -318,7 +318,7 @@ class TensorLoad:
         ):
             return Wants(window)
         tasks = [self.cut_tensor(at) for at in window]
-        kinds = {(task.row.dtype, task.shape, task.dim): task for task in tasks}  # few, because layers are alike
+        kinds = {(task.row.dtype, task.shape, task.dim): task for task in tasks}  # few: layers have equal shapes
         blocks = {kind: [self._cutting.block(task, rank) for rank in local] for kind, task in kinds.items()}
         needs = [
             (task.at, number, *block)
@@ -350,15 +350,15 @@ class TensorLoad:
 
     def _make_places(self, tasks: list[CutTensor], places: Mapping[int, Any], device: str) -> list[Any]:
         # Returns memory for the part of each tensor that the engine reads: the caller's memory, or new memory if there
-        # is none or the tensor is sliced afterwards. This runs while the first bytes are read. The engine waits for
-        # work that is queued on the memory before it decodes.
+        # is none or the tensor is sliced afterwards. This runs while the first bytes are read. Before it decodes, the
+        # engine waits for queued work that uses the memory.
         rows = [self._cutting.row(task) for task in tasks]
         own = [places.get(task.at) if self._cutting.lands_whole(task) else None for task in tasks]
         fresh = iter(self._frame.empty_on(device, [row for row, place in zip(rows, own, strict=True) if place is None]))
         return [next(fresh) if place is None else place for place in own]
 
     def _finish_tensor(self, task: CutTensor, tensor: Any) -> Iterator[tuple[int, Any]]:
-        # An error is raised at the next agreement. Until then no more tensors are finished.
+        # An error is raised at the next agreement, and until then no further tensor is finished.
         with self._deferred:
             if self._deferred.error is None:
                 tensor = self._cutting.own_slice(task, tensor)
@@ -389,8 +389,8 @@ class TensorLoad:
                 raise OutOfMemoryError(text, asked=size, free=most, total=most, tensor=name)
 
     def _windows_of(self, positions: list[int], most: int) -> list[list[int]]:
-        # Divides positions into windows of at most `most` bytes, or of one larger tensor. most=0 means a single window.
-        # For positions that all ranks load together, all ranks get the same windows.
+        # Divides positions into windows of at most `most` bytes. A larger tensor is a window by itself. most=0 means a
+        # single window. For positions that all ranks load together, all ranks get the same windows.
         windows: list[list[int]] = [positions] if positions and not most else []
         left = 0
         for at in positions if most else ():

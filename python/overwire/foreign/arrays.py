@@ -31,9 +31,9 @@ _HEADER = re.compile(
     rb"\{\s*'descr':\s*(?P<descr>'[^']{1,40}'|\[[^\n]*\]),\s*'fortran_order':\s*(?P<order>True|False),"
     rb"\s*'shape':\s*\((?P<shape>[0-9, L]{0,1000})\),?\s*\}\s*"
 )
-# Limits: bytes of a header, dimensions, and bytes of each read.
+# The limits for the bytes of a header, for dimensions, and for the bytes of a read.
 _MOST, _DIMS, _STEP = 1 << 16, 64, 1 << 20
-# The arrays of an archive may have _SPARE bytes more than _TIMES its size.
+# The arrays of an archive together may have _TIMES its size plus _SPARE bytes.
 _TIMES, _SPARE = 64, 256 << 20
 
 _DTYPES = {
@@ -93,7 +93,7 @@ class _Array:
         self._source, self._is_fortran, self._skip = source, is_fortran and len(shape) > 1, skip
 
     def read_blocks(self) -> Iterator[memoryview]:
-        """See `content.Stored`. An array in Fortran order becomes one block."""
+        """Yields the bytes in C order, as `content.Stored` requires. An array in Fortran order becomes one block."""
         if not self._is_fortran:
             yield from self._read_data()
             return

@@ -1,7 +1,7 @@
 """Represents the contents of another library's file, and writes them to a plain safetensors file.
 
 Tensors are read in blocks, in the order of the plain file, so memory use does not grow with the
-model. Several threads copy tensors; the first error stops all of them.
+model. Several threads copy tensors. The first error stops all of them.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from ..frameworks.views import Bytes
 if TYPE_CHECKING:
     from .._requests import SaveRequest
 
-#: Maximum bytes of a block.
+#: The most bytes of a block.
 BLOCK = 16 << 20
 
-#: Maximum number of characters of plain values in a file's metadata.
+#: The most characters that plain values may take in a file's metadata.
 VALUES = 1 << 20
 
 _THREADS = 4
@@ -37,7 +37,7 @@ _THREADS = 4
 class Stored(Protocol):
     """A tensor in a file of another library.
 
-    dtype: a safetensors name. shape: in elements, as in the plain file's header.
+    dtype: a safetensors name. shape: counts elements, as in the plain file's header.
     """
 
     @property
@@ -47,7 +47,8 @@ class Stored(Protocol):
     def shape(self) -> tuple[int, ...]: ...
 
     def read_blocks(self) -> Iterator[memoryview]:
-        """Yields the bytes in order. A block is valid until the next one. Raises CorruptError, IOFailure."""
+        """Yields the bytes in order. A block is valid until the next block is requested. Raises CorruptError,
+        IOFailure."""
 
 
 class Mapped:
@@ -57,7 +58,7 @@ class Mapped:
         self.dtype, self.shape, self._memory = memory.dtype, memory.shape, memory
 
     def read_blocks(self) -> Iterator[memoryview]:
-        """See `Stored`."""
+        """Yields the bytes in order, like `Stored.read_blocks`."""
         for at in range(0, self._memory.nbytes, BLOCK):
             size = min(BLOCK, self._memory.nbytes - at)
             yield memoryview((ctypes.c_ubyte * size).from_address(self._memory.pointer + at))
@@ -67,8 +68,8 @@ class Content(NamedTuple):
     """The contents of a file or folder.
 
     tensors: names and tensors. values: plain values (numbers, texts, lists of them) by path.
-    left: a line about each object that a plain file cannot contain. mode: the permission bits
-    that all the files have.
+    left: a line about each object that a plain file cannot contain. mode: the permission bits that all files of the
+    source have in common.
     """
 
     tensors: list[tuple[str, Stored]]
@@ -83,8 +84,8 @@ def bytes_of(dtype: str, shape: tuple[int, ...]) -> int:
 
 
 def text_of(values: dict[str, Any]) -> str | None:
-    """Encodes values as JSON. Returns None if the text is longer than `VALUES`, because values that are shared many
-    times could make it huge."""
+    """Encodes values as JSON. Returns None if the text is longer than `VALUES`, because values with many references
+    could make it huge."""
     parts, letters = [], 0
     for part in json.JSONEncoder(ensure_ascii=False).iterencode(values):
         letters += len(part)
@@ -125,7 +126,7 @@ def write_plain(content: Content, number: int, source: str, is_header: bool = Fa
 
 def _lay_out(content: Content, notes: dict[str, str], source: str) -> tuple[bytes, list[int]]:
     # Returns the header with its length, and the tensors' positions in file order.
-    # The engine makes the header from names, dtypes and sizes. It does not read the tensors.
+    # The engine makes the header from names, dtypes and sizes, and does not read the tensors at this address.
     anywhere = ctypes.create_string_buffer(1)
     sizes = [bytes_of(tensor.dtype, tensor.shape) for _, tensor in content.tensors]
     spec: SaveRequest = {"path": source, "metadata": notes}
@@ -146,7 +147,7 @@ def _lay_out(content: Content, notes: dict[str, str], source: str) -> tuple[byte
 
 def _copy_tensors(tensors: list[tuple[Stored, int]], number: int) -> None:
     """Writes tensors to their offsets in the file, several at a time."""
-    failure = keep_error()  # the first error of a worker, or Ctrl-C; the workers then stop at their next block
+    failure = keep_error()  # the first error of a worker, or Ctrl-C; all workers stop at their next block
 
     def copy_tensor(one: tuple[Stored, int]) -> None:
         tensor, at = one

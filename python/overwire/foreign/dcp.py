@@ -1,12 +1,12 @@
 """Reads folders of torch.distributed.checkpoint (FSDP, torchtitan, Megatron-core's torch_dist) without torch.
 
 `.metadata` is a pickle of `Metadata`. It lists the dtype, shape and chunks of each tensor. For
-each chunk, and each other object, it gives a file in the folder, an offset and a length. The
+each chunk, and for each object that is not a tensor, it gives a file in the folder, an offset and a length. The
 bytes there are the output of one torch.save call. `machine` reads the pickle: its classes become
 placeholders with attributes, and nothing is imported or called.
 
-These are checked before the first tensor is read: the chunks of a tensor contain each element exactly once,
-entries do not share bytes, and the stored objects match the description.
+Before the first tensor is read, the reader checks that the chunks of a tensor contain each element exactly once, that
+entries do not share bytes, and that the stored objects match the description.
 
 Source: torch.distributed.checkpoint's documentation and public classes, and its files.
 """
@@ -38,9 +38,9 @@ from .links import may_follow
 #: The name of the description, and the name ending of the other files.
 METADATA, ENDING = ".metadata", ".distcp"
 
-# The descriptions of ranks that save independently (use_collectives=False).
+# The names of the descriptions that ranks write if they save independently (use_collectives=False).
 _OF_RANK = re.compile(r"__(\d+)\.metadata")
-# Limits: bytes of the description, characters of a name, and dimensions.
+# The limits for the bytes of the description, the characters of a name, and dimensions.
 _MOST, _LONGEST, _DIMS = 1 << 30, 1 << 10, 64
 # Advice for checkpoints that overwire cannot read.
 _TORCH = "convert it with `python -m torch.distributed.checkpoint.format_utils dcp_to_torch FOLDER OUT.pt`"
@@ -49,7 +49,7 @@ _DTYPES = {called: code for code, called in CALLED.items()}
 
 
 class _Name(NamedTuple):
-    """The name of a global in the pickle. It is never imported."""
+    """The name of a global in the pickle. The global is never imported."""
 
     module: str
     name: str
@@ -148,7 +148,7 @@ class _Reader:
         self._source = os.path.join(folder, self._name_of_description(names))
         data = read_file(self._source, _MOST)
         with files.open_file(self._source):
-            pass  # opening the file notes its permissions
+            pass  # opens the file to note its permissions
         budget = Budget(self._source, len(data), _CURE)
 
         def refuse_reference(pid: Any) -> Any:
@@ -211,7 +211,7 @@ class _Reader:
         return tuple(value)
 
     def read_content(self) -> Content:
-        """Reads everything in the folder except the tensors' bytes, which are read later."""
+        """Reads everything in the folder except the bytes of tensors, which are read later."""
         meta = self._attributes(self._description, "Metadata", "MCoreMetadata")
         entries, places = meta.get("state_dict_metadata"), meta.get("storage_data")
         if type(entries) is not dict or type(places) is not dict or any(type(name) is not str for name in entries):
@@ -236,7 +236,7 @@ class _Reader:
             if place is None:
                 raise self._error("no location is listed for it", name=name)
             self._add_object(content, name, place)
-        for name, offset in stored:  # no writer lists such a location, so a tensor may be missing from the description
+        for name, offset in stored:  # no writer does this, so the description may lack a tensor
             why = f"no entry describes its location for offset {None if offset is None else list(offset)}"
             raise self._error(why, name=name)
         unused = sorted(name for name in self._names - used if name.endswith(ENDING))
@@ -313,7 +313,7 @@ class _Reader:
         return _Place(path, start, size)
 
     def _image_at(self, place: _Place) -> dict[str, Part] | None:
-        """Returns the tensors of a safetensors file at a location; None if torch.save wrote the bytes."""
+        """Returns the tensors of a safetensors file at a location, or None if torch.save wrote the bytes."""
         key = place.path, place.start
         if key not in self._images:
             head = bytearray(min(9, self._files.size_of(place.path) - place.start))
@@ -369,7 +369,7 @@ class _Reader:
             raise
 
     def _add_object(self, content: Content, name: str, place: _Place) -> None:
-        """Adds an object's tensors and plain values, and a line about each other part."""
+        """Adds an object's tensors and plain values, and a line about each of its other parts."""
         head = bytearray(min(4, place.size))
         self._files.fill_block(place.path, memoryview(head), place.start)
         if head != b"PK\3\4":

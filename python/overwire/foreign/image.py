@@ -23,7 +23,8 @@ _DIMS = 64
 
 
 class Part(NamedTuple):
-    """A tensor of the file. offsets: the position of its first element in the whole tensor; None if not stated."""
+    """A tensor of the file. offsets: the position of its first element in the whole tensor, or None if the file does
+    not state it."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -35,7 +36,7 @@ def read_parts(files: Files, path: str, start: int = 0) -> dict[str, Part]:
     """Returns the tensors listed in the header of a safetensors file. That file begins at offset `start` of `path` and
     ends where `path` ends.
 
-    Raises FormatError for an invalid safetensors file, CorruptError for a truncated one.
+    Raises FormatError for an invalid safetensors file, and CorruptError for a truncated file.
     """
 
     def make_error(why: str, tensor: str | None = None, kind: type[OverwireError] = FormatError) -> OverwireError:

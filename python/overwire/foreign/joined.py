@@ -21,8 +21,8 @@ from ..errors import CorruptError, NotSupportedError, OverwireError, error_of_sy
 from ..files import regular, state_of_file
 from .content import BLOCK
 
-# Limits: how many files are open at the same time, how deeply boxes are divided, and how many boxes are searched for an
-# overlap.
+# The limits for files that are open at the same time, for nested divisions of boxes, and for boxes that are searched
+# for an overlap.
 _OPEN, _DIVISIONS, _PAIRS = 64, 64, 512
 
 
@@ -31,13 +31,14 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 class Files:
-    """The files of parts. Only some are open at a time. A file that changes raises CorruptError."""
+    """The files that contain parts. At most _OPEN of them are open at a time. A file that has changed raises
+    CorruptError."""
 
     def __init__(self) -> None:
         self._open: OrderedDict[str, int] = OrderedDict()
         self._states: dict[str, tuple[int, ...] | None] = {}
         self._lock = new_lock()
-        #: The permission bits that all the files have.
+        #: The permission bits that all files have in common.
         self.mode = 0o666
 
     def close_files(self) -> None:
@@ -54,8 +55,8 @@ class Files:
 
     @contextlib.contextmanager
     def open_file(self, path: str) -> Iterator[int]:
-        """Opens a file and yields its descriptor. Raises NotFoundError, AccessError, and ArgumentError if it is not
-        a regular file."""
+        """Opens a file and yields its descriptor. Raises NotFoundError, AccessError, and ArgumentError if the path is
+        not a regular file."""
         with self._lock:
             number = os.dup(self._find(path))
         try:
@@ -87,7 +88,8 @@ class Files:
             return os.fstat(number).st_size
 
     def fill_block(self, path: str, out: memoryview, at: int) -> None:
-        """Fills `out` with the bytes of a file at offset `at`. Raises CorruptError if the file is too short, IOFailure.
+        """Fills `out` with the bytes of a file at offset `at`. Raises CorruptError if the file is too short, and
+        IOFailure.
         """
         with self.open_file(path) as number:
             while out:
@@ -124,10 +126,10 @@ class Run:
 
 
 class PackedRun(Run):
-    """A tensor that is strided, or only a part of its storage. The whole storage is read, and the elements are put
-    in row-major order.
+    """A tensor that is strided, or that is only a part of its storage. The whole storage is read, and the elements are
+    put in row-major order.
 
-    start: offset in the file. strides: in bytes. item: bytes of an element.
+    start: the offset in the file. strides: counted in bytes. item: the bytes of an element.
     """
 
     def __init__(self, storage: Run, start: int, shape: tuple[int, ...], strides: tuple[int, ...], item: int) -> None:
@@ -136,7 +138,7 @@ class PackedRun(Run):
         self._packed: memoryview | None = None
 
     def fill_block(self, out: memoryview, at: int) -> None:
-        """See `Run`. Raises NotSupportedError without numpy."""
+        """Fills `out` with the bytes at offset `at`, like `Run.fill_block`. Raises NotSupportedError without numpy."""
         if self._packed is None:
             whole = memoryview(bytearray(self._storage.size))
             self._storage.fill_block(whole, 0)
@@ -170,8 +172,8 @@ class Chunk(NamedTuple):
 class Joined:
     """A tensor that consists of parts that `check_cover` has accepted.
 
-    name: the tensor's name in errors. dtype, shape: see `Stored`. box: the shape in the units
-    of the parts' offsets and sizes; by default `shape`.
+    name: the tensor's name in errors. dtype, shape: see `Stored`. box: the shape in the units of the parts' offsets and
+    sizes, by default `shape`.
     """
 
     def __init__(
@@ -183,9 +185,9 @@ class Joined:
         self._item = BITS[dtype] // 8 or 1
 
     def read_blocks(self) -> Iterator[memoryview]:
-        """See `Stored`."""
+        """Yields the bytes in order, like `Stored.read_blocks`."""
         if size := math.prod(self._box) * self._item:
-            # A tensor without dimensions is a row of one element.
+            # A tensor without dimensions is read as a row of one element.
             parts = [(one if self._box else Chunk((0,), (1,), one.run), 0) for one in self._chunks]
             band, aside = (memoryview(bytearray(min(size, BLOCK))) for _ in range(2))
             yield from self._bands(self._box or (1,), 0, parts, (band, aside))
@@ -193,8 +195,8 @@ class Joined:
     def _bands(
         self, box: tuple[int, ...], axis: int, parts: list[tuple[Chunk, int]], memory: tuple[memoryview, memoryview]
     ) -> Iterator[memoryview]:
-        # Yields the elements at one index of each dimension before `axis`. parts: each part, and the offset of
-        # these elements in the part's bytes.
+        # Yields the elements at one index of each dimension before `axis`. parts: the parts, each with the offset of
+        # these elements in its bytes.
         row = math.prod(box[axis + 1 :]) * self._item
         if row > BLOCK:
             for at in range(box[axis]):

@@ -19,8 +19,8 @@ from ..portable.folders import choose_files, refuse_incomplete
 from . import arrays, dcp, shards, tars
 from .content import Content, Mapped
 
-#: The usual names of weights. Libraries that use these names use them for all weights. A number in a name distinguishes
-#: models.
+#: The usual names of weights. A library that uses one of these names uses them for all weights. A number in a name
+#: distinguishes models.
 _WEIGHTS = re.compile(
     r"(pytorch_model|diffusion_pytorch_model|adapter_model|open_clip_pytorch_model)(_\d+)?([-.].*)?\.bin"
 )
@@ -35,7 +35,7 @@ INDEX = ".bin.index.json"
 
 
 def kind_of(path: str) -> str:
-    """Returns the kind of a local file or folder, or "" if it is not a kind of this package.
+    """Returns the kind of a local file or folder, or "" if this package does not read it.
 
     A file is "torch", "nemo" or "numpy". A folder is "dcp" (torch.distributed.checkpoint) or "shards" (torch's
     HuggingFaceStorageWriter). Raises an error if the disk fails, or for a damaged torch.save archive.
@@ -81,8 +81,8 @@ def has_usual_name(name: str) -> bool:
 
 
 def weights_of(folder: str, is_usual: bool = False) -> list[str]:
-    """Returns the names of the weights in a folder. Raises an error if a file that is named like weights cannot be
-    read, or is missing: the model would lack tensors. is_usual: whether to include only usual names."""
+    """Returns the names of the weights in a folder. Raises an error if a file that is named like weights is missing or
+    cannot be read, because the model would lack tensors. is_usual: whether to include only usual names."""
     entries = sorted(os.listdir(folder))
     names = [
         name
@@ -123,8 +123,8 @@ def plain_name(name: str) -> str:
 
 
 def listed_weights(folder: str, is_usual: bool = False) -> dict[str, set[str] | None]:
-    """Selects the weights that are the folder's model, by the rules for safetensors files. Returns for each file the
-    tensors that an index lists, or None for all its tensors. Raises ArgumentError for several models."""
+    """Selects the weights of the folder's model, by the rules for safetensors files. Maps each file to the tensors that
+    an index lists, or to None for all tensors. Raises ArgumentError if the folder contains several models."""
     names = [*weights_of(folder, is_usual), *(name for name in os.listdir(folder) if name.endswith(INDEX))]
     by_plain: dict[str, str] = {}
     for name in names:
@@ -154,7 +154,7 @@ def select_listed(content: Content, path: str, listed: set[str] | None) -> None:
 
 
 def read_index(path: str) -> dict[str, Any]:
-    """Reads an index of shards, and checks that it only lists torch.save files. Raises FormatError."""
+    """Reads an index of shards, and checks that it lists only torch.save files. Raises FormatError."""
     try:
         index: dict[str, Any] = json.loads(read_file(path, 64 << 20).decode(), **STRICTLY)
         if not index["weight_map"]:
@@ -167,7 +167,7 @@ def read_index(path: str) -> dict[str, Any]:
 
 
 def refuse_empty(content: Content, path: str, kind: str) -> None:
-    """Raises FormatError for content without tensors. A torch.save file may consist of plain values."""
+    """Raises FormatError for content without tensors. A torch.save file may consist of plain values only."""
     if not content.tensors and (content.left or kind != "torch"):
         what = f", only {content.left[0]:.200}" if content.left else ""
         raise FormatError(f"overwire: open {path}: it has no tensor{what}", source=path)

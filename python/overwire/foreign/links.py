@@ -1,4 +1,5 @@
-"""Decides which links in a folder are followed. An untrusted folder must not include other files of this machine."""
+"""Decides which links in a folder are followed, because an untrusted folder must not include other files of this
+machine."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Converts files of other libraries to plain files in anonymous memory, for functions that only read a model.
 
-It imports the readers only for paths that may need them.
+The readers are imported only for paths that may need them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from ..paths import classed_errors, is_remote
 
 
 class InMemory(NamedTuple):
-    """A plain file in memory. memory: its owner. name, kind: path and kind of the file or folder it was made from."""
+    """A plain file in memory. memory: the owner of the memory. name, kind: the path and kind of the file or folder from
+    which it was made."""
 
     memory: AnonymousMemory
     name: str
@@ -27,7 +28,7 @@ class InMemory(NamedTuple):
 
 
 def read_foreign(path: str, is_header: bool = False, is_usual: bool = False) -> list[InMemory]:
-    """Converts a local file or folder of another library to plain files, which take as much memory as its tensors.
+    """Converts a local file or folder of another library to plain files, which take as much memory as the tensors.
     Returns no files for other paths. is_header: whether to leave out the tensors, which then take no memory.
     is_usual: see `kinds.weights_of`.
 
@@ -51,9 +52,9 @@ def read_foreign(path: str, is_header: bool = False, is_usual: bool = False) -> 
 
 
 def read_components(path: str) -> tuple[list[InMemory], bool]:
-    """Converts the weights of a local pipeline, which has weights only in subfolders. Returns the plain files of
-    other libraries' weights, and whether other folders have safetensors files. For other paths it returns no
-    files, and True. Raises the errors of `read_foreign`."""
+    """Converts the weights of a local pipeline, which has weights only in subfolders. Returns plain files for other
+    libraries' weights, and whether other folders have safetensors files. Returns no files and True for any other path.
+    Raises the errors of `read_foreign`."""
     if is_remote(path) or not os.path.isdir(path) or not may_be_foreign(path) or may_be_foreign(path, is_tree=False):
         return [], True
     with classed_errors(path, "open"):

@@ -1,11 +1,11 @@
 """Reads folders of torch's HuggingFaceStorageWriter(save_distributed=True): safetensors files with parts of tensors.
 
-    shard-00001-model-00001-of-00001.safetensors    of rank 0: rank, file, files
+    shard-00001-model-00001-of-00001.safetensors of rank 0; the numbers: rank, file, files
     shard-00002-model-00001-of-00001.safetensors    of rank 1
 
-The metadata of each file state the offset of each part in its whole tensor. No file states
-the shape of a whole tensor, or the number of ranks. As in torch, a tensor ends where its last
-part ends. The numbers of the ranks must not have gaps.
+The metadata of each file state the offset of each part in its whole tensor. No file states the shape of a whole tensor
+or the number of ranks. As in torch, a tensor ends where its last part ends. The numbers of the ranks must not have
+gaps.
 
 Source: torch.distributed.checkpoint.HuggingFaceStorageWriter, and its files.
 """
@@ -28,7 +28,7 @@ _SHARD = re.compile(r"shard-(\d{1,9})-model-(\d{1,9})-of-(\d{1,9})\.safetensors"
 
 
 def shards_in(names: list[str]) -> list[str]:
-    """Returns the names that are shards. Returns none if the folder has other weights."""
+    """Returns the names that are shards, or an empty list if the folder has other weights."""
     weights = [name for name in names if name.endswith(".safetensors") and not name.startswith(".")]
     return sorted(weights) if weights and all(map(_SHARD.fullmatch, weights)) else []
 
@@ -37,8 +37,8 @@ def shards_in(names: list[str]) -> list[str]:
 def open_shards(folder: str, names: list[str]) -> Iterator[Content]:
     """Opens shards with these names, and joins the parts of each tensor.
 
-    Raises NotFoundError for a missing rank, FormatError for parts that overlap or lack
-    elements, CorruptError for a truncated file.
+    Raises NotFoundError for a missing rank, FormatError for parts that overlap or lack elements, and CorruptError for a
+    truncated file.
     """
     files = Files()
     try:
@@ -56,7 +56,8 @@ def _read_content(folder: str, names: list[str], files: Files) -> Content:
     numbers = {(int(one[2]), int(one[3])) for one in map(_SHARD.fullmatch, names) if one}
     most = max(of for _, of in numbers)
     if lacking := sorted(set(range(1, min(most, len(names) + 1) + 1)) - {number for number, _ in numbers}):
-        # A mapping of torch's writer may skip a number, but without an index that looks like a file that was lost.
+        # A mapping of torch's writer may skip a number, but without an index this cannot be distinguished from a lost
+        # file.
         text = f"overwire: open {folder}: no rank has a file {lacking[0]:05d} of {most:05d}: fetch the folder again, "
         raise NotFoundError(f"{text}or consolidate it with torch if its mapping skips this number", source=folder)
     found: dict[str, list[tuple[str, Part]]] = {}
@@ -85,7 +86,7 @@ def _join(name: str, parts: list[tuple[str, Part]]) -> Joined:
         if part.dtype != first.dtype or len(part.shape) != len(first.shape):
             own, other = f"{part.dtype} {list(part.shape)}", f"{first.dtype} {list(first.shape)}"
             raise error_at(f"it is {own} here, but {other} in {path}", number)
-    if BITS[first.dtype] % 8:  # torch's offsets count bytes, the header's shapes elements
+    if BITS[first.dtype] % 8:  # torch's offsets count bytes, but the header's shapes count elements
         if len(parts) > 1 or any(first.offsets or ()):
             why = f"it is a part, and {first.dtype} tensors can only be read whole"
             raise NotSupportedError(f"overwire: open {path}: tensor {name!r}: {why}", source=path, tensor=name)

@@ -1,8 +1,8 @@
 """Reads NeMo's .nemo files: tar archives with model_config.yaml, tokenizers, and a torch.save file model_weights.ckpt.
 
-A header of 512 bytes precedes each member: name at 0, size at 124 (octal, or binary after
-a byte of 0x80), checksum at 148, kind at 156, "ustar" at 257, the name's prefix at 345.
-Members of kind L and x contain a longer name or size for the next member.
+A header of 512 bytes precedes each member. Its fields are: name at 0, size at 124 (octal, or binary after a byte 0x80),
+checksum at 148, kind at 156, "ustar" at 257, the name's prefix at 345. Members of kind L and x contain a longer name or
+size for the next member.
 
 Only the headers and the weights are read. Links are not followed, and nothing is unpacked.
 
@@ -25,7 +25,7 @@ from .joined import Files
 WEIGHTS = "model_weights.ckpt"
 
 _BLOCK = 512
-# Limits: members, and bytes of a long name.
+# The limits for members, and for the bytes of a long name.
 _MEMBERS, _NAME = 100_000, 1 << 16
 _PAX = re.compile(rb"\d+ (path|size)=([^\n]*)\n")
 _REGULAR = (b"0", b"\0", b"7")
@@ -42,8 +42,8 @@ class _Member(NamedTuple):
 def open_nemo(path: str, compare: bool = True, scratch: str | None = None) -> Iterator[Content]:
     """Opens the weights of a .nemo file. `left` lists its other members. compare, scratch: as for `torchfiles.opened`.
 
-    Raises FormatError for a damaged archive or one without weights, CorruptError for a
-    truncated one, NotSupportedError for weights in parts, and the errors of torch.save files.
+    Raises FormatError for an archive that is damaged or has no weights, CorruptError for a truncated archive,
+    NotSupportedError for weights in parts, and the errors of torch.save files.
     """
     files = Files()
     try:
@@ -72,7 +72,7 @@ def open_nemo(path: str, compare: bool = True, scratch: str | None = None) -> It
 
 
 def _members(files: Files, path: str) -> Iterator[_Member]:
-    """Yields the members in order. Each is inside the file, after the previous member."""
+    """Yields the members in order, after checking that each is inside the file and after the previous member."""
 
     def make_error(why: str, at: int, kind: type[OverwireError] = FormatError) -> OverwireError:
         return kind(f"overwire: open {path}: at byte {at}: {why}", source=path, offset=at)

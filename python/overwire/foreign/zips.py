@@ -1,5 +1,5 @@
-"""Reads the directories of zip archives. An archive may be a part of a larger file. Sizes are limited, and no entry is
-read."""
+"""Reads the directories of zip archives. An archive may be a part of a larger file. The sizes of reads are limited, and
+no entry is read."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import struct
 import zipfile
 from typing import BinaryIO, cast
 
-# Maximum bytes of an archive's directory.
+# The most bytes of an archive's directory.
 _DIRECTORY = 16 << 20
 
 #: The begin and end of an archive in its file.
@@ -16,12 +16,12 @@ Span = tuple[int, int]
 
 
 class LargeDirectory(zipfile.BadZipFile):
-    """The directory of an archive claims to be larger than the limit."""
+    """Raised if the directory of an archive claims to be larger than the limit."""
 
 
 class Part:
-    """A part of a file, as a file object for zipfile. It limits reads, because the claimed size and offset of the
-    archive's directory are untrusted."""
+    """A part of a file, as a file object for zipfile. Reads are limited, because the archive's claims about the size
+    and offset of its directory are untrusted."""
 
     def __init__(self, file: BinaryIO, span: Span) -> None:
         self._file = file
@@ -37,7 +37,7 @@ class Part:
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         base = {os.SEEK_SET: self._start, os.SEEK_CUR: self._file.tell(), os.SEEK_END: self._end}[whence]
         if not self._start <= base + offset < 1 << 63:
-            if whence != os.SEEK_SET:  # zipfile seeks back from the end, and treats this error as that of a short file
+            if whence != os.SEEK_SET:  # zipfile seeks back from the end, and takes this error as a sign of a short file
                 raise OSError(f"{offset} bytes before the end")
             raise zipfile.BadZipFile(f"its directory is at the invalid offset {offset}")
         return self._file.seek(base + offset) - self._start

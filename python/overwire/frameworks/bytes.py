@@ -14,7 +14,7 @@ class BytesFrame(Frame):
     """The frame of plain bytes; see `frame.Frame`. It does not cast tensors.
 
     A tensor is a writable one-dimensional memoryview of format "B", with the bytes in the file's dtype; `get_slice`
-    returns dtype and shape. Only addresses are used: capsules are never unpacked.
+    returns dtype and shape. The frame uses only addresses, so capsules are never unpacked.
     """
 
     name = "bytes"
@@ -24,7 +24,7 @@ class BytesFrame(Frame):
         if capsule is None or size == 0:
             return self.empty(dtype, shape)
         block = (ctypes.c_ubyte * size).from_address(pointer)
-        vars(block)["capsule"] = capsule  # keeps the memory alive as long as any view of it
+        vars(block)["capsule"] = capsule  # keeps the memory alive as long as any view exists
         return memoryview(block).cast("B")
 
     def empty(self, dtype: str, shape: tuple[int, ...], device: str = "cpu") -> Any:

@@ -32,7 +32,7 @@ def check_framework(framework: object) -> None:
 
 
 def frame_for(framework: str | None) -> Frame:
-    """Returns the frame for a `framework=` argument. None selects torch if it is installed, else numpy."""
+    """Returns the frame for a `framework=` argument. None selects torch if it is installed, otherwise numpy."""
     check_framework(framework)
     if framework is None:
         name = "torch" if imported("torch") is not None or find_spec("torch") else "numpy"
@@ -87,7 +87,8 @@ def frame_of(tensor: Any) -> Frame:
 
 
 def columns_of(tensors: Sequence[Any]) -> Columns:
-    """Describes tensors in columns, in one pass over the torch tensors. Tensors that it cannot describe become ODD."""
+    """Describes tensors in columns, in one pass over the torch tensors. Tensors that columns cannot describe become
+    ODD."""
     columns = Columns()
     if imported("torch") is not None:
         from .memory import refuse_fakes
@@ -102,8 +103,8 @@ def columns_of(tensors: Sequence[Any]) -> Columns:
 
 
 def check_dtype(frame: Frame, dtype: Any) -> Any:
-    """Converts a `dtype=` argument to the frame's dtype; None stays None. Raises ArgumentError for a dtype
-    that is not a floating-point type."""
+    """Converts a `dtype=` argument to the frame's dtype. Returns None for None. Raises ArgumentError for a dtype that
+    is not a floating-point type."""
     if dtype is None:
         return None
     frame_dtype = frame.dtype(dtype)
@@ -116,7 +117,7 @@ def check_dtype(frame: Frame, dtype: Any) -> Any:
 
 
 def device_number(device: Any) -> int:
-    """Returns the GPU number of a `device=` argument: -1 if it names no number, -2 for the host. Raises
+    """Returns the GPU number of a `device=` argument, -1 for a GPU without a number, or -2 for the host. Raises
     ArgumentError and NotSupportedError."""
     if str(device) in ("cpu", "cpu:0"):
         return HOST  # answered without the engine, so that loads to the host work in a forked child
@@ -132,9 +133,9 @@ def device_number(device: Any) -> int:
 def check_device(device: Any, frame: Frame | None = None) -> str:
     """Returns the engine's name for a `device=` argument: "cpu" or "cuda:N".
 
-    Accepts "cpu", "cuda" (torch's current GPU if torch is imported, else the first), "cuda:1", a
-    `torch.device`, or an int (a CUDA number). Only torch tensors can be on a GPU. Without a
-    frame, only the host is allowed.
+    Accepts "cpu", "cuda" (torch's current GPU if torch is imported, otherwise the first GPU), "cuda:1", a
+    `torch.device`, or an int (a CUDA number). Only torch tensors can be on a GPU. Without a frame, only the host is
+    allowed.
     """
     number = device_number(device)
     if number == HOST:

@@ -22,13 +22,13 @@ ODD = -1
 
 
 class Columns:
-    """Describes many tensors by position, without an object per tensor. It covers torch tensors that are dense,
-    contiguous and of a dtype that safetensors has. Other tensors are ODD, and their other columns are 0.
+    """Describes many tensors by position, without an object per tensor. This is possible for torch tensors that are
+    dense, contiguous and of a dtype that safetensors has. The kind of any other tensor is ODD, and its other columns
+    are 0.
 
     kinds: indices into `types`, or ODD. types: dtype and shape as in `Bytes`, in the order of
-    their first use. pointers, sizes: address (0 without bytes) and number of bytes. cuda: 1 + the
-    GPU's number, 0 for the host; work queued on the GPU may still be running. The tensors must
-    outlive the use of their addresses.
+    their first use. pointers, sizes: address (0 without bytes) and number of bytes. cuda: 1 + the GPU's number, or 0
+    for the host; work queued on the GPU may still be running. The tensors must outlive the use of their addresses.
     """
 
     __slots__ = ("cuda", "kinds", "pointers", "sizes", "types")
@@ -55,20 +55,20 @@ class Frame:
 
     name: str
 
-    #: Makes a tensor from a capsule and takes ownership of the capsule. It supports only tensors with bytes, and
-    #: dtypes that are exported unchanged. None if no single C call can do this.
+    #: A function that makes a tensor from a capsule and takes ownership of the capsule, or None if no single C call can
+    #: do this. The tensor must have bytes, and a dtype that is exported unchanged.
     make: Callable[[Any], Any] | None = None
 
     def refuse_mode(self) -> None:
         """Raises NotSupportedError if the framework is in a mode in which tensors have no data."""
 
     def raw(self, dtypes: Iterable[str]) -> bool:
-        """Returns whether the engine must export these dtypes as plain integers. Raises for a dtype that the
+        """Returns whether the engine must export these dtypes as plain integers. Raises an error for a dtype that the
         framework lacks."""
         return False
 
     def adopt(self, capsule: Any, pointer: int, dtype: str, shape: tuple[int, ...], device: str = "cpu") -> Any:
-        """Makes the tensor of one landed request, and takes ownership of the capsule."""
+        """Makes the tensor of a request that has landed, and takes ownership of the capsule."""
         raise NotImplementedError
 
     def of_bytes(self, data: Any, dtype: str, shape: tuple[int, ...]) -> Any:
@@ -86,8 +86,8 @@ class Frame:
         raise NotImplementedError
 
     def empty_in_batches(self, device: str, rows: Sequence[Any], first: int, most: int) -> Iterator[dict[int, Any]]:
-        """Like `empty_on`, but yields the tensors by position, in batches: `first` tensors, then twice as many each
-        time, up to `most`. There is one batch if the framework has enough cached memory."""
+        """Makes tensors like `empty_on`, but yields them by position, in batches: `first` tensors, then twice as many
+        each time, up to `most`. There is only one batch if the framework has enough cached memory."""
         raise NotImplementedError
 
     def dtype(self, wanted: Any) -> Any:
@@ -95,7 +95,7 @@ class Frame:
         raise NotImplementedError
 
     def name_of(self, wanted: Any) -> str:
-        """Returns the safetensors name of one of the framework's dtypes; "" if there is none."""
+        """Returns the safetensors name of one of the framework's dtypes, or "" if there is none."""
         raise NotImplementedError
 
     def floating(self, wanted: Any) -> bool:
@@ -103,11 +103,13 @@ class Frame:
         return self.name_of(wanted) in FLOATS
 
     def cast(self, tensor: Any, dtype: str, wanted: Any) -> Any:
-        """Casts a tensor if `dtype`, its dtype, is a floating-point type. Returns others unchanged."""
+        """Casts a tensor to `wanted` if its dtype, `dtype`, is a floating-point type. Returns other tensors
+        unchanged."""
         raise NotImplementedError
 
     def index(self, tensor: Any, index: tuple[Any, ...], dtype: str) -> Any:
-        """Returns `tensor[index]`; steps may be negative. The result's memory has only its own elements."""
+        """Returns `tensor[index]`. Steps may be negative. The result's memory contains only the elements of the
+        result."""
         raise NotImplementedError
 
     def describe(self, tensor: Any) -> Bytes:
@@ -123,7 +125,7 @@ class Frame:
 def check_empty(dtype: str, shape: tuple[int, ...], name: str | None = None) -> None:
     """Raises NotSupportedError for an empty tensor if the product of its other dimensions overflows.
 
-    safetensors allows that, but torch and numpy count the bytes of strides in 63 bits.
+    safetensors allows such shapes, but torch and numpy count the bytes of strides in 63 bits.
     """
     if nbytes(dtype, tuple(d for d in shape if d)) >= 1 << 63:
         what = "" if name is None else f"tensor {name!r}: "

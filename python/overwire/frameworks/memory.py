@@ -1,8 +1,8 @@
 """Finds the memory of torch tensors in this process, and checks that it can be read or written.
 
-This process has one block of a DTensor, in a separate tensor. Other subclasses that consist of
-several tensors, FakeTensors, nested and sparse tensors do not have a single block of memory. A
-storage that was resized to 0 (by `sleep` or FSDP) has no memory, and its `data_ptr()` is 0.
+Of a DTensor, this process has one block, in a separate tensor. Other subclasses that consist of several tensors,
+FakeTensors, nested tensors and sparse tensors do not have a single block of memory. A storage that was resized to 0 (by
+`sleep` or FSDP) has no memory, and its `data_ptr()` is 0.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _UNWRITTEN = (torch.quint4x2, torch.quint2x4)
 
 
 def address_of(tensor: Any) -> int:
-    """Returns the address of a tensor's first element; 0 if the tensor has no memory or no shape."""
+    """Returns the address of a tensor's first element, or 0 if the tensor has no memory or no shape."""
     if type(tensor) not in PLAIN and (_is_fake(tensor) or isinstance(tensor, LAZY)):
         return 0
     try:
@@ -40,8 +40,8 @@ def address_of(tensor: Any) -> int:
 
 
 def is_ready(tensor: Any) -> bool:
-    """Returns whether a tensor is dense and has its own memory. Such a tensor needs no other check before
-    it is written to."""
+    """Returns whether a tensor is dense and has its own memory. Such a tensor can be written to without further
+    checks."""
     return (
         type(tensor) in PLAIN
         and tensor.layout is torch.strided
@@ -66,7 +66,7 @@ def fits_storage(tensor: Any) -> bool:
 
 
 def storage_of(tensor: Any) -> int:
-    """Returns the address of the storage of a tensor, or of a DTensor's local part; 0 without memory."""
+    """Returns the address of the storage of a tensor, or of a DTensor's local part. Returns 0 without memory."""
     if is_distributed(tensor):
         with torch.no_grad():
             tensor = tensor.to_local()
@@ -82,8 +82,8 @@ def identity_of(tensor: Any) -> Any:
 
 
 def check_memory(tensor: Any, where: str, name: str | None = None) -> None:
-    """Raises ArgumentError for a tensor with memory that was freed or not allocated yet, NotSupportedError for a
-    tensor without a single block of memory, and the errors of `check_shape`. Tensors without elements pass.
+    """Raises ArgumentError for a tensor with memory that was freed or not allocated yet, NotSupportedError for a tensor
+    without a single block of memory, and the errors of `check_shape`. Accepts tensors without elements.
     where: the start of the message."""
     kind: type[OverwireError] = NotSupportedError
     if tensor.layout is torch.strided and address_of(tensor):
@@ -153,7 +153,7 @@ def check_writable(tensor: Any, where: str, name: str | None = None) -> None:
 
 
 def write(tensor: Any, values: Any) -> None:
-    """Casts values and copies them into a tensor, which may have been made in inference mode."""
+    """Casts values and copies them into a tensor. The tensor may have been made in inference mode."""
     with torch.inference_mode() if tensor.is_inference() else torch.no_grad():
         if is_fork():
             _copy_in_steps(tensor, values.expand(tensor.shape), ())
@@ -184,8 +184,8 @@ def copy_of(tensor: Any, dtype: torch.dtype | None = None, flips: Sequence[int] 
     return into
 
 
-# torch uses no threads for fewer elements. In a forked child OpenMP would wait forever for threads that
-# only exist in the parent.
+# The elements of a step. torch copies so few elements without OpenMP's threads, for which a forked child would wait
+# forever, because they exist only in the parent.
 _STEP = 32768
 
 
@@ -203,8 +203,8 @@ def _copy_in_steps(into: Any, values: Any, flips: Sequence[int]) -> None:
 
 
 def local_part(tensor: Any, where: str, name: str | None = None) -> tuple[Any, tuple[tuple[int, int], ...]] | None:
-    """Returns this rank's part of a DTensor, and the range [low, high) that it covers in each dimension of the whole
-    tensor; None for other tensors.
+    """Returns this rank's part of a DTensor, and the range [low, high) that the part covers in each dimension of the
+    whole tensor. Returns None for other tensors.
 
     Raises the errors of `check_memory`, and NotSupportedError if the part is not a block of the tensor: a
     partial sum, shards in an unknown order, a rank outside of its mesh.
@@ -231,8 +231,8 @@ def local_part(tensor: Any, where: str, name: str | None = None) -> tuple[Any, t
 def _ranges_of_rank(
     shape: tuple[int, ...], mesh: tuple[int, ...], coordinate: list[int], placements: tuple[Any, ...]
 ) -> tuple[tuple[int, int], ...] | None:
-    # As in torch, blocks have ceil(size / ranks) rows, and the last blocks may be shorter or empty. A strided
-    # shard (FSDP of a dimension that tensor parallelism also slices) divides the slices of the later axes.
+    # As in torch, blocks have ceil(size / ranks) rows, and the last ones may be shorter or empty. A strided shard (FSDP
+    # of a dimension that tensor parallelism also slices) divides the slices of the mesh's later axes.
     kinds = [type(placement).__name__ for placement in placements]
     ranges = [(0, size) for size in shape]
     axes = [axis for axis, kind in enumerate(kinds) if kind == "_StridedShard"]
@@ -256,13 +256,13 @@ def _ranges_of_rank(
 
 def is_distributed(tensor: Any) -> bool:
     """Returns whether a tensor is a DTensor."""
-    # Look in sys.modules instead of importing: the import takes a second, and before it no DTensor can exist.
+    # Looks in sys.modules, because an import takes a second, and no DTensor can exist before the module is imported.
     module = sys.modules.get("torch.distributed.tensor") or sys.modules.get("torch.distributed._tensor")
     return module is not None and isinstance(tensor, getattr(module, "DTensor", ()))
 
 
 def refuse_fakes() -> None:
-    """Raises NotSupportedError in a FakeTensorMode, in which torch's copies and casts move no data."""
+    """Raises NotSupportedError inside a FakeTensorMode, because torch's copies and casts move no data there."""
     mode = getattr(torch._C, "_get_dispatch_mode", None)
     if mode is not None and mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
         raise NotSupportedError("overwire: torch's FakeTensorMode is active, and tensors have no data: leave it first")

@@ -16,7 +16,7 @@ from ..errors import ArgumentError, MissingPackageError, NotSupportedError
 from .frame import Frame, check_empty
 from .views import Bytes, View
 
-# The types that ml_dtypes provides; the others are numpy's own.
+# The types that ml_dtypes provides. All other types are numpy's own.
 _EXTRA = {name: called for name, called in CALLED.items() if called.startswith(("float8", "bfloat16"))} | {
     "F4": "float4_e2m1fn"
 }
@@ -34,7 +34,7 @@ class _Holder:
 
 
 def hold(capsule: Any, pointer: int, size: int) -> Any:
-    """Makes a writable uint8 array over `size` bytes at `pointer`, which keeps the capsule alive."""
+    """Makes a writable uint8 array over `size` bytes at `pointer`. The array keeps the capsule alive."""
     if size == 0:
         return np.empty(0, np.uint8)
     return np.asarray(_Holder(capsule, pointer, "|u1", (size,)))
@@ -78,8 +78,8 @@ class NumpyFrame(Frame):
 
     def raw(self, dtypes: Iterable[str]) -> bool:
         for name in dtypes:
-            self._type_of(name)  # raise for unsupported types before anything is read
-        return False  # only addresses are used: capsules are never unpacked
+            self._type_of(name)  # raises an error for an unsupported type before anything is read
+        return False  # the frame uses only addresses, so capsules are never unpacked
 
     def adopt(self, capsule: Any, pointer: int, dtype: str, shape: tuple[int, ...], device: str = "cpu") -> Any:
         if capsule is None or 0 in shape:
@@ -172,7 +172,7 @@ class NumpyFrame(Frame):
 
 
 def _unpack_nibbles(flat: Any) -> Any:
-    """Unpacks bytes of two elements to one element per byte. The low half comes first."""
+    """Unpacks bytes of two elements each to one element per byte. The low half of a byte is the first element."""
     both = np.empty(flat.size * 2, np.uint8)
     both[0::2] = flat & 15
     both[1::2] = flat >> 4

@@ -20,14 +20,14 @@ class TensorSpec:
     """A dense tensor in host memory. `save_file` accepts it in place of a tensor.
 
     dtype: a safetensors name ("BF16"), or a name in torch and numpy ("bfloat16", "float4_e2m1fn_x2").
-    shape: in elements. "float4_e2m1fn_x2" has two elements per byte, as in torch: the last
-        dimension counts bytes, and the property `shape` shows it doubled.
+    shape: counts elements. For "float4_e2m1fn_x2", which has two elements per byte, the last dimension counts bytes, as
+        in torch. The property `shape` then doubles it.
     data_ptr: address of the first byte. data_len: the tensor's exact number of bytes.
 
     The caller owns the memory. It must stay valid and unchanged until the call that receives the spec has returned.
 
-    Raises NotSupportedError for a dtype that safetensors lacks, OverflowError for a negative
-    number. The save checks whether length and shape agree.
+    Raises NotSupportedError for a dtype that safetensors lacks, and OverflowError for a negative number. The save
+    checks whether length and shape agree.
     """
 
     __module__ = "overwire"
@@ -50,8 +50,8 @@ class TensorSpec:
         """Makes a spec for the bytes of an object with a C-contiguous buffer: bytes, a bytearray,
         memoryview, array or mmap. The spec keeps the object alive.
 
-        Raises TypeError for an object without a buffer, BufferError if it is not contiguous,
-        and the errors of the constructor.
+        Raises TypeError for an object without a buffer, BufferError if the buffer is not contiguous, and the errors of
+        the constructor.
         """
         address, size, holder = buffer_of(data)
         spec = cls(dtype=dtype, shape=shape, data_ptr=address, data_len=size)
@@ -107,7 +107,7 @@ def _check_unsigned(value: int) -> int:
 class JoinedTensor:
     """Host tensors to be saved as one tensor, joined along the first dimension.
 
-    They have the same dtype, and the same shape except for the first dimension. Their memory must not
+    The parts have the same dtype, and the same shape except for the first dimension. Their memory must not
     change until the save has ended."""
 
     __slots__ = ("parts",)
@@ -116,8 +116,8 @@ class JoinedTensor:
         self.parts = parts
 
     def describe(self) -> Bytes:
-        """Returns the bytes to be saved. Raises NotSupportedError for a dtype that safetensors lacks,
-        ArgumentError if the parts do not fit together."""
+        """Returns the bytes to be saved. Raises NotSupportedError for a dtype that safetensors lacks, and ArgumentError
+        if the parts do not fit together."""
         all = [frame_of(part).describe(part) for part in self.parts]
         if not all or any(not one.shape for one in all) or len({(one.dtype, one.shape[1:]) for one in all}) > 1:
             parts = ", ".join(f"{one.dtype} {list(one.shape)}" for one in all[:9]) or "none"

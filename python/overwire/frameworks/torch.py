@@ -1,7 +1,7 @@
 """Implements the frame of torch tensors. Importing this module imports torch.
 
-The engine's capsules become tensors without a copy. Each tensor has its own storage of exactly
-its bytes, in the engine's memory, which is freed with the storage.
+The engine's capsules become tensors without a copy. Each tensor has its own storage, of exactly its bytes, in the
+engine's memory. The memory is freed with the storage.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .memory import cast_tensor, check_memory, check_shape, copy_of, is_ready, r
 if TYPE_CHECKING:
     from .views import Bytes, View
 
-# The C function, if this torch has it. torch's Python wrapper takes a quarter longer.
+# The C function, if this torch has it, because torch's Python wrapper takes a quarter longer.
 from_dlpack: Any = getattr(torch._C, "_from_dlpack", torch.utils.dlpack.from_dlpack)
 _to_dlpack: Any = getattr(torch.utils.dlpack, "to_dlpack")  # noqa: B009  typed as private
 
@@ -45,25 +45,25 @@ def torch_dtype(name: str) -> torch.dtype | None:
 
 @cache
 def _takes_natively(name: str) -> bool:
-    # Returns whether torch accepts capsules of this dtype unchanged. Tries it, because torch added DLPack
-    # dtypes one at a time.
+    # Returns whether torch accepts capsules of this dtype unchanged. This is tested with a capsule, because torch added
+    # DLPack dtypes one at a time.
     if name in PACKED or name not in _TYPES:
         return False
     try:
         probe = torch.empty(0, dtype=torch.uint8).view(_TYPES[name])
-        # Do not use __dlpack__: torch.compile traces it, and fails instead of skipping it.
+        # __dlpack__ cannot be used, because torch.compile traces it, and fails instead of skipping it.
         return bool(from_dlpack(_to_dlpack(probe)).dtype == _TYPES[name])
     except (RuntimeError, BufferError, TypeError):
         return False
 
 
-# Integers with as many bytes as an element.
+# Integer dtypes, by the number of bytes of an element.
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @contextlib.contextmanager
 def _errors_of(device: str, wanted: int = 0) -> Iterator[None]:
-    # Converts torch's GPU errors to ours, and protects CUDA graphs that other threads are capturing.
+    # Converts torch's GPU errors to overwire's, and protects CUDA graphs that other threads are capturing.
     from ..captures import beside_captures  # loads to the host do not need that module
 
     try:
@@ -97,14 +97,14 @@ def _free_memory(device: str) -> tuple[int | None, int | None]:
 
 # torch's allocator requests 2 MiB at a time from the driver, or 20 MiB for a tensor of 1 to 10 MiB. Single allocations
 # thus waste memory, and each request pauses copies for 0.1 ms. So tensors above `_LEAST` share allocations of at most
-# `_GROUP`, or `_LARGE_GROUP` if all tensors are made in one batch: then several processes make requests at the
-# same time, and the driver serves them one by one. Each tensor begins at a multiple of `_ROUND`.
+# `_GROUP`. If all tensors are made in one batch, the limit is `_LARGE_GROUP`, because several processes may then make
+# requests at the same time, and the driver serves requests one by one. Each tensor begins at a multiple of `_ROUND`.
 _ROUND, _LEAST, _GROUP, _LARGE_GROUP = 512, 1 << 20, 1 << 30, 4 << 30
 
 _CONFIGURED = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 
-# GPUs where an earlier load made shared allocations. torch's cached blocks there have the sizes of groups.
+# The GPUs where an earlier load made shared allocations. Blocks that torch caches there have the sizes of groups.
 _gpus_of_groups: set[int | None] = set()
 
 
@@ -129,10 +129,10 @@ def divide_into_batches(
     sizes: Sequence[int], idle: int, gpu: int | None, first: int, most: int
 ) -> Iterator[list[list[int]]]:
     """Yields a load's tensors in batches of groups, by position. If torch's `idle` cached bytes are enough, there is
-    one batch; else the batches have `first` tensors, then twice as many each time, up to `most`. Each tensor is a
-    group by itself if `gpu` is None, or if idle memory is enough and no earlier load made groups on the GPU. The
-    groups of a batch are sorted by size: torch uses the smallest free block that is large enough, so in a repeated
-    load each group gets the block that it had before."""
+    only one batch. Otherwise the first batch has `first` tensors, and each further batch has twice as many, up to
+    `most`. Each tensor is a group by itself if `gpu` is None, or if idle memory is enough and no earlier load made
+    groups on the GPU. The groups of a batch are sorted by size. torch uses the smallest free block that is large
+    enough, so in a repeated load each group gets the same block again."""
     groups = _group_sizes(sizes, _GROUP if first < len(sizes) else _LARGE_GROUP)
     batch, count = list[list[int]](), 0
     if idle >= sum(sizes):
@@ -167,26 +167,26 @@ def _divides_memory() -> bool:
 
 
 def _idle_memory(device: torch.device) -> int:
-    """Returns the bytes on a GPU that torch's allocator caches, but no tensor uses."""
+    """Returns the bytes on a GPU that torch's allocator caches and no tensor uses."""
     stats = torch.cuda.memory_stats_as_nested_dict(device)
     sums = [stats[name]["all"]["current"] for name in ("reserved_bytes", "allocated_bytes") if stats]
     return int(sums[0] - sums[1]) if sums else 0  # the statistics are empty before torch has used a GPU
 
 
 def unused(device: str) -> int:
-    """Returns the free bytes of a GPU, without torch's cached memory; 0 if they are unknown."""
+    """Returns the free bytes of a GPU, without torch's cached memory, or 0 if the number is unknown."""
     return _free_memory(device)[0] or 0
 
 
 def around(device: str) -> tuple[int, bool]:
     """Returns the state of torch that affects new tensors: its current stream, and whether inference mode is on.
-    It is called for each tensor that was read ahead, so unlike `stream_of` it neither calls the engine nor
-    changes torch's device."""
+    This function is called for each tensor that was read ahead, so unlike `stream_of` it does not call the engine or
+    change torch's device."""
     index: int = _number_of(device)
     try:
         return torch._C._cuda_getCurrentRawStream(index), torch.is_inference_mode_enabled()
     except RuntimeError as error:  # no driver, or no such device
-        stream_of(device)  # raises a clearer error, if it fails
+        stream_of(device)  # raises a clearer error if this call also fails
         raise DeviceError(f"overwire: device {device!r}: {error}") from error
 
 
@@ -203,7 +203,7 @@ def give_back(device: str) -> None:
 
 
 def _collect_garbage() -> None:
-    # Loaders that make thousands of modules disable the cycle collector. A load must not fail while a collection could
+    # Loaders that make thousands of modules disable the cycle collector. A load must not fail if a collection could
     # free memory.
     if not gc.isenabled():
         gc.collect()
@@ -247,7 +247,7 @@ def on_gpu(data: Any) -> bool:
 
 @cache
 def _device_number(device: torch.device) -> int:
-    """Returns 1 + the number of a tensor's GPU; 0 for the host."""
+    """Returns 1 + the number of a tensor's GPU, or 0 for the host."""
     if device.type == "meta":
         raise ArgumentError("overwire: a tensor on the meta device has no bytes")
     if device.type == "cuda" and torch.version.cuda is not None:
@@ -276,8 +276,8 @@ def await_stream(device: Any) -> None:
 
 
 def describe_all(tensors: Iterable[Any], made: Columns) -> None:
-    """Adds tensors to columns. There may be tens of thousands, so it reads each property once, and makes
-    no lasting objects, which would trigger garbage collections."""
+    """Adds tensors to columns. There may be tens of thousands of tensors, so the function reads each property once, and
+    makes no lasting objects, which would trigger garbage collections."""
     kinds: dict[tuple[torch.dtype, tuple[int, ...]], int] = {}
     dtype_names, real, layout, kin = SAVED, _REAL, torch.strided, torch.Tensor
     nvidia, pairs = torch.version.cuda is not None, _TYPES.get("F4")
@@ -307,7 +307,7 @@ def describe_all(tensors: Iterable[Any], made: Columns) -> None:
                     if not pointer or tensor.untyped_storage().nbytes() < end:
                         kind = ODD  # a subclass without its own memory, or a shortened storage
                 cuda = tensor.get_device() + 1
-        except (RuntimeError, ValueError):  # it has no shape: a nested or uninitialized tensor
+        except (RuntimeError, ValueError):  # a nested or uninitialized tensor, which has no shape
             kind = ODD
         add_kind(kind)
         add_pointer(pointer)
@@ -333,7 +333,7 @@ class TorchFrame(Frame):
             return tensor
         if dtype not in PACKED:
             return tensor.view(self._type_of(dtype))
-        # F4 becomes torch's pairs, with the last dimension halved. Dtypes that torch lacks stay bytes.
+        # F4 becomes torch's dtype of pairs, with the last dimension halved. Dtypes that torch lacks stay bytes.
         return tensor.view(torch.uint8).reshape(-1).view(self._type_of(dtype)).view(packed_shape(dtype, shape))
 
     def of_bytes(self, data: Any, dtype: str, shape: tuple[int, ...]) -> Any:
@@ -424,7 +424,7 @@ class TorchFrame(Frame):
 
     def index(self, tensor: Any, index: tuple[Any, ...], dtype: str) -> Any:
         if dtype == "F4":
-            # torch cannot index pairs, but it can index them as bytes if pairs stay whole.
+            # torch cannot index pairs, but it can index bytes, if the index does not divide pairs.
             pairs = self.index(tensor.view(torch.uint8), index, "U8")
             return pairs.view(_TYPES["F4"])
         flips, forward, at = [], [], 0
@@ -442,7 +442,7 @@ class TorchFrame(Frame):
             return copy_of(result.view(_WORDS[result.element_size()]), None, flips).view(result.dtype)
         if result.numel() == tensor.numel() and result.is_contiguous():
             return tensor.view(result.shape)  # only the dimensions changed
-        return copy_of(result)  # a view would keep the whole block in memory
+        return copy_of(result)  # a view would keep the memory of all elements alive
 
     def view(self, tensor: Any) -> View:
         from .views import View
@@ -485,7 +485,7 @@ class TorchFrame(Frame):
             check_memory(tensor, "overwire")
         dense = self._plain_tensor(tensor)
         if not (dense.is_contiguous() and (dense.is_cpu or on_gpu(dense))):
-            # torch cannot copy strided float4 pairs, but it can copy bytes
+            # torch cannot make strided float4 pairs contiguous, but it can do this with bytes
             bytes_or_all = dense.view(torch.uint8) if name == "F4" else dense
             dense = bytes_or_all.to("cpu").contiguous().view(dense.dtype)
         shape = tuple(dense.shape)

@@ -25,10 +25,9 @@ class Bytes(NamedTuple):
 class View(NamedTuple):
     """A tensor's own memory, strided or not: on the host, or on the CUDA device `cuda` - 1.
 
-    dtype, shape: as in `Bytes`; dtype is "" if safetensors lacks it.
-    item: bytes of an element. dims: the dimensions in elements. strides: bytes from one element
-    to the next. A contiguous tensor may be described as one dimension of bytes. `keep` owns the
-    memory and must outlive its use.
+    dtype, shape: as in `Bytes`; dtype is "" if safetensors lacks the tensor's dtype.
+    item: the bytes of an element. dims: the dimensions in elements. strides: bytes from one element to the next. A
+    contiguous tensor may be described as one dimension of bytes. `keep` owns the memory and must outlive its use.
     """
 
     dtype: str

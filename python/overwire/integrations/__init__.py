@@ -1,10 +1,10 @@
-"""Connects overwire to other programs, one module or package each.
+"""Connects overwire to other programs, with one module or package for each.
 
 The modules for libraries replace functions of a library while `overwire.patch_safetensors` is active. Each
 defines `MODULES`, the library's modules that it uses, and `pair_replacements(found, lazy)`. `found` looks up a
 name in one of these modules, and `lazy` provides the services of the patch (`Lazy`). The function returns pairs of an
 object and its replacement. An object is given as an attribute of a module, or as a class and the name of a member. If a
-version of the library lacks a name, that pair is omitted, and the library reads its files tensor by tensor.
+version of the library lacks a name, its pair is omitted, and the library reads its files tensor by tensor.
 
 The packages for inference engines, `vllm` and `sglang`, are plug-ins that the engines' registries find. Both
 read with `iter_weights`. The modules for libraries and the plug-ins use `AfterImport`.
@@ -22,8 +22,8 @@ __all__ = ["AfterImport", "Lazy", "missing_names", "refuse_missing", "check_opti
 
 
 class AfterImport:
-    """A finder for sys.meta_path. Python finds and runs the named modules as usual, and then `then` is called with each
-    of them. A module is skipped if its loader's attributes cannot be set."""
+    """A finder for sys.meta_path. Python finds and runs the named modules as usual. Afterwards `then` is called with
+    each of these modules, unless the attributes of the module's loader cannot be set."""
 
     def __init__(self, names: Container[str], then: Callable[[ModuleType], None]) -> None:
         self._names, self._then = names, then
@@ -50,12 +50,12 @@ class Lazy(NamedTuple):
     slice: the class of the unread tensors that `get_slice` returns while the patch is active.
     ahead: creates one load for many such tensors, or returns the load that was passed to this thread. The classes
     `Slice` and `Ahead` are in `overwire.compat.safetensors._lazy`.
-    passed: whether a load was passed to this thread.
+    passed: returns whether a load was passed to this thread.
     plan: a context manager for calls that open files themselves. Inside it, slices that this thread opens are loaded in
     advance if plan(name) returns a device for them.
-    compressed: whether a file is an overwire container. open: opens a file.
+    compressed: returns whether a file is an overwire container. open: opens a file.
     prepare: starts to prepare the engine for one device, or for the devices of a device_map.
-    offloads: whether weights that a library keeps on the host for a GPU are streamed."""
+    offloads: returns whether weights that a library keeps on the host for a GPU are streamed."""
 
     slice: type[Any]
     ahead: Callable[[], Any]
@@ -122,9 +122,9 @@ def iter_weights(
     Each tensor is on the device and owned by the caller. At most `max_memory` bytes are loaded
     ahead, or the largest tensor if that is larger.
 
-    where: as for `overwire.load_file`. chosen: the result of `check_options`. wanted: whether
-    to read a name. unused: whether the model ignores a name; if it ignores all names, all are
-    read. index: the index.json of the files.
+    where: as for `overwire.load_file`. chosen: the result of `check_options`. wanted: returns whether to read a name.
+    unused: returns whether the model ignores a name; if it ignores all names, all are read. index: the index.json of
+    the files.
 
     Raises ValueError if a file lacks a name that the index lists for it, and the errors of
     `overwire.stream`.
@@ -146,8 +146,8 @@ def iter_weights(
 
 
 def missing_names(index: str | None, files: Any, held: Container[str]) -> list[tuple[str, str]]:
-    """Returns the names that an index.json lists for these files (paths) and that are not in `held`, each with the file
-    that the index lists."""
+    """Returns the names that an index.json lists for these files (paths) but that are not in `held`, each with its file
+    in the index."""
     import json
     import os
 

@@ -1,10 +1,10 @@
 """Patches accelerate for `overwire.patch_safetensors`.
 
 Weights that are offloaded to disk stay in compressed files, and can still be read after the patch ends. With
-`offload=True`, weights that are offloaded to the CPU are compressed there. accelerate would fetch each module's weights
-when it runs. overwire fetches them in advance, block by block. accelerate's other functions (state dicts of meta
-tensors, `align_module_device`, `save_model`, removing its hooks) find every weight through accelerate's own map of
-weights.
+`offload=True`, weights that are offloaded to the CPU are compressed there. accelerate would fetch the weights of a
+module when the module runs. overwire fetches them in advance, block by block. accelerate's other functions (state dicts
+of meta tensors, `align_module_device`, `save_model`, removing its hooks) find every weight through accelerate's own map
+of weights.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def pair_replacements(found: Callable[[str, str], Any], lazy: Lazy) -> list[tupl
 
 def _wrap_offload_loader(loader: Any, lazy: Lazy) -> Any:
     class OffloadedWeightsLoader(loader):  # type: ignore[misc]
-        # A model keeps this loader and reads through it whenever it runs.
+        # A model keeps this loader, and reads weights through it whenever the model runs.
         __doc__ = loader.__doc__
 
         def __getitem__(self, key: str) -> Any:
@@ -145,7 +145,7 @@ def _weights_of(module: Any, hook: Any, maps: dict[int, _Weights]) -> list[Any]:
 
 
 def _drop_shared(weights: dict[Any, list[Any]], offloaded: Mapping[Any, Any]) -> None:
-    # Removes modules that share weights. accelerate handles them, and copies a shared weight once.
+    # Removes modules that share weights. accelerate handles these modules, and copies a shared weight once.
     values = Counter(weight.values.data_ptr() for own in weights.values() for weight in own)
     holders = Counter(id(one) for module in offloaded for one in module._parameters.values())
     for module, own in list(weights.items()):
@@ -154,7 +154,7 @@ def _drop_shared(weights: dict[Any, list[Any]], offloaded: Mapping[Any, Any]) ->
 
 
 def _blocks_of(listed: list[tuple[str, Any]], weights: dict[Any, list[Any]]) -> Iterator[tuple[str, Any, list[Any]]]:
-    # Yields each block in the model's lists with its modules, and then each module outside of these blocks.
+    # Yields each block in the model's lists with its modules, then each module that is not in a block.
     inside = Counter(inner for _, block in listed for inner in block.modules())
     for name, block in listed:
         owners = [inner for inner in block.modules() if inner in weights and inside[inner] == 1]

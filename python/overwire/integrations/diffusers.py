@@ -3,12 +3,12 @@
 A model's tensors load in one pass, each to the device and dtype of its parameter. In a pipeline, while
 diffusers builds one model, that model and the next model of diffusers or transformers load.
 
-diffusers reads a whole file to the CPU before it chooses devices. The patch gives it tensors that are not read yet.
+diffusers reads a whole file to the CPU before it chooses devices. The patch gives it tensors that have not been read.
 `_load_shard_file` loads them, because its arguments show the device and dtype of each parameter. The loaded tensor
 becomes the parameter and is not copied again.
 
-Models that are quantised or offloaded to disk are read file by file, because loading ahead would
-need the memory that they save. Plain files for the CPU stay mapped.
+Models that are quantised or offloaded to disk are read file by file, because loading ahead would need the memory that
+quantisation or offloading saves. Plain files for the CPU stay mapped.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _PIPELINE = "diffusers.pipelines.pipeline_utils"
 #: The modules of diffusers that `pair_replacements` uses.
 MODULES = (_CONFIG, _MODEL, _PIPELINE)
 
-# The largest config.json or shard index that this module reads, in bytes. Only diffusers reads larger ones.
+# The largest config.json or shard index that this module reads, in bytes. Larger files are left to diffusers.
 _JSON_BYTES = 64 << 20
 
 # The engine loads tensors of at least this many bytes into memory of torch's allocator.
@@ -75,8 +75,8 @@ def pair_replacements(found: Callable[[str, str], Any], lazy: Lazy) -> list[tupl
 
 
 class _Model:
-    # The files of one model. It collects requests for tensors with device and dtype, and loads them in one pass when
-    # the first tensor is taken. Worker threads may share it.
+    # The files of one model. Requests for tensors, with device and dtype, are collected, and loaded in one pass when
+    # the first tensor is taken. Worker threads may share this object.
 
     def __init__(self, paths: list[str], lazy: Lazy) -> None:
         self.paths = paths
@@ -103,7 +103,7 @@ class _Model:
     def note_tensor(self, path: str, name: str, device: Any, dtype: Any) -> tuple[str, str, str, str] | None:
         """Notes a tensor to load and returns its key for `give_tensor`, or None if safetensors should read it."""
         tensor = self.slices_of(path)[name]
-        if (path, device) not in self._targets:  # the answer is the same for all tensors of a file
+        if (path, device) not in self._targets:  # the result is the same for all tensors of a file
             self._targets[path, device] = tensor.device(device) if isinstance(tensor, self._slice) else None
         target = self._targets[path, device]
         if target is None:
@@ -133,7 +133,7 @@ class _Model:
         return give()
 
     def pass_loads(self) -> contextlib.AbstractContextManager[None]:
-        """Returns a context in which another library's loader on this thread uses these loads."""
+        """Returns a context in which the loader of another library uses these loads, on this thread."""
         passed: contextlib.AbstractContextManager[None] = self._ahead.pass_on()
         return passed
 
@@ -154,11 +154,11 @@ def _itemsize_of(dtype: str) -> int:
 
 def _reserve_memory(sizes: Mapping[str, int]) -> None:
     # Makes torch's allocator reserve one large block for the tensors, because hundreds of driver calls would take
-    # longer. The warm-ups of the libraries do the same, but later.
+    # longer. The libraries' own warm-ups do the same, but at a later time.
     import torch
 
     for device, size in sizes.items():
-        with contextlib.suppress(RuntimeError, AssertionError):  # the load reports missing memory or a missing GPU
+        with contextlib.suppress(RuntimeError, AssertionError):  # the load reports the error
             if size:
                 torch.empty(size, dtype=torch.uint8, device=device)
 
@@ -174,7 +174,7 @@ class _Scope:
         self._lazy = lazy
 
     def take_model(self, paths: list[str]) -> _Model:
-        """Returns the model of these files: one that loads ahead, or a new one."""
+        """Returns the model of these files: a model that is loaded ahead, or a new model."""
         self.end()
         name_of_model = next((name for name, model in self.ahead.items() if model.paths == paths), None)
         self.model = _Model(paths, self._lazy) if name_of_model is None else self.ahead.pop(name_of_model)
@@ -240,7 +240,7 @@ def _note_components(owner: Any) -> Any:
     def extract_init_dict(cls: Any, *args: Any, **kwargs: Any) -> Any:
         result = original.__get__(None, cls)(*args, **kwargs)
         scope = _current_scope()
-        # The pipeline calls this before its models call it.
+        # The pipeline calls this function before its models do.
         if scope is not None and scope.given is not None and scope.parts is None:
             scope.parts = dict(result[0])
         return result
@@ -249,7 +249,7 @@ def _note_components(owner: Any) -> Any:
 
 
 class _Shard(str):
-    # The path of one shard. It tells worker threads which model the file belongs to.
+    # The path of one shard. Worker threads read from it which model the file belongs to.
     model: _Model
 
 
@@ -297,8 +297,8 @@ def _wrap_state_reading(original: Any) -> Any:
 
 
 def _is_pointer(path: str) -> bool:
-    # Returns whether a file is a git-lfs pointer. Without git-lfs installed, git checks out a pointer instead of the
-    # file. diffusers reports it.
+    # Returns whether a file is a git-lfs pointer, which git checks out instead of the file if git-lfs is not installed.
+    # diffusers reports this error.
     with open(path, "rb") as file:
         return file.read(7) == b"version"
 
@@ -313,8 +313,8 @@ class _Where(NamedTuple):
 
 @functools.cache
 def _unread_maker() -> Callable[[Any, Any, _Where], Any]:
-    """Returns a function that creates unread tensors with a shape and a dtype. An operation on such a tensor reads
-    it."""
+    """Returns a function that creates unread tensors of a given shape and dtype. Any operation on an unread tensor
+    reads it."""
     import torch
     from torch.utils._pytree import tree_map
 
@@ -348,7 +348,7 @@ def _wrap_shard_loading(original: Any, read: Any) -> Any:
             model, path = shard_file.model, os.path.abspath(shard_file)
             notes = {name: _Where(model, path, name, read) for name in model.slices_of(path)}
             if arguments.get("hf_quantizer") is None and not uses_disk(arguments.get("device_map")):
-                with model.whole:  # no other worker starts the load before the tensors of all shards are noted
+                with model.whole:  # no other worker may start the load before the tensors of all shards are noted
                     for other in model.paths if not model.begun else ():
                         _note_targets(
                             arguments, {name: _Where(model, other, name, read) for name in model.slices_of(other)}
@@ -413,7 +413,7 @@ def _device_of(device_map: Any, name: str) -> Any:
         return "cpu"
     while name and name not in device_map:
         name = name.rpartition(".")[0]
-    place = device_map.get(name, "cpu")  # diffusers reports the missing entry
+    place = device_map.get(name, "cpu")  # diffusers reports a missing entry
     return "cpu" if place == "disk" else place
 
 
@@ -427,7 +427,7 @@ def _dtype_for(name: str, dtype: Any, keep: Any) -> Any:
 def _skip_warmup(original: Any) -> Any:
     @functools.wraps(original)
     def _caching_allocator_warmup(*args: Any, **kwargs: Any) -> Any:
-        # overwire's tensors already have memory; a warm-up would allocate the same amount again.
+        # overwire's tensors already have memory, and a warm-up would allocate the same amount again.
         scope = _current_scope()
         if scope is None or scope.model is None or not scope.model.begun:
             original(*args, **kwargs)
@@ -480,7 +480,7 @@ def _look_ahead(scope: _Scope, given: Mapping[str, Any], lazy: Lazy) -> None:
 
 
 def _begin_component(scope: _Scope, name: str, given: Mapping[str, Any], device: str, lazy: Lazy) -> bool:
-    # Starts to load a component. Returns False if it is not a model that can be loaded ahead.
+    # Starts to load a component. Returns False if the component is not a model that can be loaded ahead.
     assert scope.given is not None and scope.parts is not None
     about = scope.parts[name]
     if name in scope.given or not isinstance(about, (list, tuple)) or len(about) != 2 or about[0] not in _WEIGHTS:
@@ -496,7 +496,7 @@ def _begin_component(scope: _Scope, name: str, given: Mapping[str, Any], device:
         if model.begin():
             scope.ahead[name] = model
             return True
-    except Exception:  # the component's library will raise it when it loads the files
+    except Exception:  # the component's library raises the error again when it loads the files
         pass
     model.close()
     return False

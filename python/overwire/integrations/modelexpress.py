@@ -1,7 +1,7 @@
 """Adds a loading strategy `overwire` to ModelExpress, for vLLM.
 
 ModelExpress tries its strategies in order, from another worker's memory to the disk. The strategies that read files
-cannot read compressed ones. For a model with compressed files, this strategy is inserted before them. It loads in the
+cannot read compressed files. For a model with compressed files, this strategy is inserted before them, and loads in the
 same way as the load format `overwire`.
 
     python -m overwire.integrations.modelexpress > $MX_PLUGIN_DIR/mx_plugin_overwire.py
@@ -42,7 +42,7 @@ def register_plugin():
     return strategy()
 '''
 
-# The strategies that read the model's own files. overwire is inserted before the first of them.
+# The strategies that read the model's own files. The new strategy is inserted before the first of them.
 _READERS = ("instant_tensor", "model_streamer", "gds", "default")
 
 

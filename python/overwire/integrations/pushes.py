@@ -1,6 +1,6 @@
 """Pushes new weights from a trainer to engines.
 
-A push is one file with all tensors, compressed, or with the changes since the last push. The file is in a folder or
+A push is one compressed file, with all tensors or with the changes since the last push. The file is in a folder or
 store that trainer and engines can reach, or a torch process group sends its bytes. The trainer passes the info of a
 push, a dict of JSON values, to the engines.
 """
@@ -39,8 +39,8 @@ class Push:
     def carry(self, has_ended: Callable[[], bool] = lambda: False) -> None:
         """Sends the file over the group while the engines receive it. Does nothing without a group.
 
-        has_ended: whether the engines have answered. If they answer before they have the push, they have failed.
-        Raises ArgumentError if an engine refuses the push.
+        has_ended: returns whether the engines have answered. If they answer before they have the push, they have
+        failed. Raises ArgumentError if an engine refuses the push.
         """
         if self._group is not None:
             self._group.send(self._file, self.info["number"], has_ended)
@@ -59,10 +59,10 @@ class Publisher:
     """Writes the pushes of a trainer.
 
     where: a folder or a URI (s3://, redis://) that the engines reach under the same name. Two file names alternate, so
-    all engines must have loaded a push before the next one begins. With group, the local folder for the file that is
-    sent; None uses a temporary folder.
-    deltas: keeps a copy of the pushed tensors on their device, and pushes only changes. The first push, a push after an
-    error, and a push in which names, dtypes, shapes or devices have changed contain all tensors.
+    all engines must have loaded a push before the next one begins. With `group`, it is the local folder for the file
+    that is sent; None uses a temporary folder.
+    deltas: whether to keep a copy of the pushed tensors on their device, and to push only changes. The first push, a
+    push after an error, and a push in which names, dtypes, shapes or devices have changed contain all tensors.
     """
 
     def __init__(
@@ -88,10 +88,10 @@ class Publisher:
 
     @contextlib.contextmanager
     def push(self, tensors: Mapping[str, torch.Tensor], *, whole: bool = False) -> Iterator[Push]:
-        """Returns a context that writes a push. The engines load it inside the block. An exception inside the block
-        means that they did not load it.
+        """Returns a context that writes a push. The engines must load the push inside the block. An exception inside
+        the block means that they did not load it.
 
-        whole: pushes all tensors, for example for an engine that has just started.
+        whole: whether to push all tensors, for example for an engine that has just started.
 
         Raises the errors of `overwire.save_file` and `overwire.save_delta`. The tensors must not
         change until the end of the block.
@@ -138,7 +138,7 @@ def _copy_tensors(tensors: Mapping[str, torch.Tensor], into: dict[str, torch.Ten
 
 
 class Group:
-    """A torch process group (gloo) only for pushes. The trainer is rank 0.
+    """A torch process group (gloo) that is used only for pushes. The trainer is rank 0.
 
     The constructor waits for all ranks. Collective steps fail after timeout seconds. Before a broadcast the ranks agree
     through the group's store, because a rank that did not take part in a broadcast would block the others.
@@ -164,12 +164,12 @@ class Group:
         self._group: Any = dist.ProcessGroupGloo(dist.PrefixStore("overwire", self._store), rank, size, limit)
 
     def refuse_push(self, number: object, reason: str) -> None:
-        """Tells the trainer that this rank refuses a push for its engine. The trainer tells the other ranks."""
+        """Informs the trainer that this rank refuses a push for its engine. The trainer informs the other ranks."""
         self._store.set(f"{number}/refusal", f"rank {self._rank}: {reason}")
         self._store.add(f"{number}/refusals", 1)
 
     def send(self, path: str, number: int = 1, has_ended: Callable[[], bool] = lambda: False) -> None:
-        """Sends a file to all other ranks. Raises ArgumentError on all ranks if one of them expects a different size or
+        """Sends a file to all other ranks. Raises ArgumentError on all ranks if one of them expects another size or
         refuses the push. number: the number of the push, larger than all earlier ones. has_ended: as for
         `Push.carry`."""
         from ..errors import ArgumentError
@@ -224,7 +224,7 @@ class Group:
         from ..errors import ArgumentError
 
         def is_ready() -> bool:
-            # Returns whether the trainer sends this push. Raises an error if it sends a different one.
+            # Returns whether the trainer is sending this push. Raises an error if it is sending another push.
             if not self._read_counter("begun"):
                 return False
             current = int(self._store.get("number"))

@@ -1,6 +1,6 @@
 """Reads a model from its store once for all nodes of a Ray cluster, before the replicas start.
 
-Loads can also share what they read without this module. Pass `ray=True`, or set OVERWIRE_RAY.
+Loads can also share the bytes that they read without this module: pass `ray=True`, or set OVERWIRE_RAY.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ __all__ = ["prefetch", "release"]
 
 _NAMESPACE = "overwire"
 
-# Storage options that are not secret. Ray shows the arguments of actors to everyone in the cluster.
+# Storage options that are not secret. No others are passed, because Ray shows the arguments of actors to everyone in
+# the cluster.
 _OPEN_OPTIONS = frozenset(
     "anon aws_endpoint_url aws_region cacert capath connections db endpoint endpoint_url insecure path_style profile "
     "profile_name region region_name retries timeout".split()
@@ -70,15 +71,16 @@ def prefetch(
     model's store. Waits until all nodes have the model. Returns how many bytes of tensors each node has read, by node
     ID.
 
-    An actor on each node owns the pieces that the node read from the store. It stays until `release`, and uses no CPU.
+    An actor on each node owns the pieces that the node read from the store. The actor stays until `release`, and uses
+    no CPU.
 
     uri: as for `overwire.load_file`, without a user, a password or a query. nodes: IDs of nodes, as in `ray.nodes()`.
     None means all nodes that are alive. storage_options: how to reach the store. Each node uses its own credentials.
     Secrets are refused, because Ray shows arguments to everyone in the cluster.
 
     Raises ArgumentError for a node that is not alive, and for a URI or an option that may contain a secret. Raises
-    MissingPackageError without Ray, ConnectionError without a cluster, and the errors of `overwire.stream`, each in a
-    Ray task's error.
+    MissingPackageError without Ray, ConnectionError without a cluster, and the errors of `overwire.stream`, wrapped in
+    the error of a Ray task.
     """
     options: Mapping[str, Any] = storage_options or {}
     uris = [os.fsdecode(one) for one in ([uri] if isinstance(uri, (str, bytes, os.PathLike)) else uri)]
@@ -115,4 +117,4 @@ def release(nodes: Iterable[str] | None = None) -> None:
         try:
             ray.kill(ray.get_actor(f"keeper-{node}", namespace=_NAMESPACE))
         except ValueError:
-            pass  # the node has none
+            pass  # the node has no such actor

@@ -1,14 +1,14 @@
 """Patches transformers' loader for `overwire.patch_safetensors`.
 
-A model's tensors load in one pass, each to the device that `device_map` assigns to its parameter. transformers 5 passes
-every slice, with its device and dtype, to `spawn_materialize` before it uses the first one. transformers 4 loads shard
-by shard in `load_shard_file`, and the arguments of that function show devices and dtypes. In both versions the device
-memory comes from torch's allocator, which transformers' warm-up has filled. The loaded tensor becomes the parameter and
-is not copied again.
+A model's tensors are loaded in one pass, each to the device that `device_map` assigns to its parameter. transformers 5
+passes every slice, with its device and dtype, to `spawn_materialize` before it uses the first slice. transformers 4
+loads shard by shard in `load_shard_file`, and the arguments of this function show devices and dtypes. In both versions
+the device memory comes from torch's allocator, which transformers' warm-up has filled. The loaded tensor becomes the
+parameter and is not copied again.
 
 Models with a part offloaded to disk, and models that are quantised while they load, are read tensor by tensor, because
-loading ahead would need the memory that they save. With a tensor-parallel plan, slices are also read one by one, each
-directly to its device.
+loading ahead would need the memory that offloading or quantisation saves. With a tensor-parallel plan, slices are also
+read one by one, each directly to its device.
 
 While transformers builds the modules, the engine prepares the GPUs of the `device_map`.
 """
@@ -34,7 +34,7 @@ MODULES = ("transformers.core_model_loading", "transformers.modeling_utils")
 
 def pair_replacements(found: Callable[[str, str], Any], lazy: Lazy) -> list[tuple[Any, Any]]:
     """Returns the objects to replace, each with its replacement."""
-    # transformers 4 knows the device map only after it has built the model, and so does transformers 5 for "auto".
+    # transformers 4 determines the device map after it has built the model. transformers 5 does this only for "auto".
     maps = (found(MODULES[1], name) for name in ("check_and_set_device_map", "_get_device_map"))
     pairs: list[tuple[Any, Any]] = [
         (original, _prepare_devices(original, lazy)) for original in maps if original is not None
@@ -82,7 +82,8 @@ class _Result(Future[Any]):
 def _skip_warmup(original: Any, lazy: Lazy) -> Any:
     @functools.wraps(original)
     def caching_allocator_warmup(*args: Any, **kwargs: Any) -> Any:
-        # A model that a pipeline loads ahead already has its memory. The warm-up would allocate the same amount again.
+        # A model that a pipeline loads ahead already has its memory, and the warm-up would allocate the same amount
+        # again.
         if not lazy.passed():
             original(*args, **kwargs)
 
@@ -123,7 +124,7 @@ def _wrap_conversion(convert: Any, spawn: Any, lazy: Lazy) -> list[tuple[Any, An
         give = ahead.want(tensor, target, dtype)
 
         def materialize() -> Any:
-            # This casts only if the engine could not.
+            # This casts only if the engine could not cast.
             return give().to(device=device, dtype=dtype)
 
         return materialize if thread_pool is None else _Result(materialize)

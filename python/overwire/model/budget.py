@@ -26,8 +26,8 @@ def estimate(
 ) -> LoadEstimate:
     """Returns the engine's estimate of the memory that a load takes. parts: the parts of the model to load, each as a
     tensor's position and a number of elements (-1 for all); None means the tensors in `model.chosen`. keep: the bytes
-    of blocks that an offload keeps; the estimate then includes an offload. stream: whether tensors are loaded one at a
-    time. Raises OutOfMemoryError if the load takes more than max_memory.
+    of blocks that an offload keeps on the device; if given, the estimate includes an offload. stream: whether tensors
+    are loaded one at a time. Raises OutOfMemoryError if the load takes more than max_memory.
     """
     numbers = array("q")
     if parts is None and model.chosen is not None:

@@ -1,9 +1,9 @@
 """Reads local files in forked children, which cannot use the engine.
 
 DataLoader workers are such children, on Linux by default up to Python 3.13. `safe_open`, `load_file`, `stream` and
-`load_model` work there for local files. Plain files are mapped and their tensors copied. The portable reader decodes
-compressed files; it is slow and needs numpy. Copies and casts avoid torch's thread pool, which does not survive a
-fork. URIs, GPUs and all other functions need the engine and raise ForkedError.
+`load_model` work there for local files. Plain files are mapped, and their tensors are copied. Compressed files are
+decoded by the portable reader, which is slow and needs numpy. Copies and casts avoid torch's thread pool, because it
+does not survive a fork. URIs, GPUs and all other functions need the engine and raise ForkedError.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from .opened import Model
 from .sources import resolve
 from .storage import storage
 
-# Errors from reading a folder, a pipe or a socket. The reader that is chosen for the source reports them.
+# The errors of reading a folder, a pipe or a socket. The reader that is chosen for the source reports them.
 _SPECIAL = (errno.EISDIR, errno.ESPIPE, errno.ENXIO)
 
-# The longest header that the format allows.
+# The longest header that the format allows, in bytes.
 _HEADER = 100_000_000
 
 # Patterns for the names of an index.json and of a numbered shard.
@@ -45,7 +45,7 @@ _warnings: list[None] = []
 def is_compressed(source: Any) -> bool | None:
     """Returns whether a local file (a path, an open file, or a file's bytes) is an overwire container, or None if it is
     not a safetensors file or does not exist. Reads only the header, without the engine. Raises an error if the disk
-    fails, because a caller would read an unrecognised container as a plain file and use stored bytes as tensors."""
+    fails. Otherwise a caller would read an unrecognised container as a plain file, with stored bytes as tensors."""
     try:
         if isinstance(source, (bytes, bytearray, memoryview)):
             view = memoryview(source)
@@ -76,7 +76,7 @@ def _read_header(number: int) -> bytes:
 
 
 def _read_all(number: int, size: int, at: int) -> bytes:
-    # Reads may return fewer bytes than requested, and a truncated header is not valid JSON.
+    # Repeats reads that return fewer bytes than requested, because a truncated header is not valid JSON.
     parts = []
     while size and (part := os.pread(number, size, at)):
         parts.append(part)
@@ -121,9 +121,9 @@ class _CompressedFile:
 
 
 class ForkedModel(Model):
-    """A model of local files that reads without the engine. It returns tensors that belong to the caller.
+    """A model of local files that reads without the engine. The returned tensors belong to the caller.
 
-    table: the parent's table of the same files. If given, it defines the positions of tensors. Other arguments of
+    table: the parent's table of the same files. If it is given, it defines the positions of tensors. Other arguments of
     `Model` have no effect.
 
     Raises ForkedError for everything that needs the engine, and the errors of opening the files.
@@ -175,7 +175,7 @@ class ForkedModel(Model):
         return [{"uri": uri, "metadata": file.metadata} for uri, file in zip(self.uris, self._files, strict=True)]
 
     def read_index(self, at: int, frame: Frame, index: Any = ...) -> Any:
-        """Returns `tensor[index]` of one tensor; by default all of it."""
+        """Returns `tensor[index]` of one tensor, by default the whole tensor."""
         row = self.row(at)
         file = self._files[row.source]
         data = file.bytes_of(row.name)
@@ -193,7 +193,7 @@ class ForkedModel(Model):
         self, chosen: Iterable[int], frame: Frame, wanted: Any, in_order: bool
     ) -> Iterator[tuple[str, Any]]:
         """Yields the names and cast tensors. Decodes the tensors of a compressed file together, unless `in_order`."""
-        frame.raw({self.table[at][1] for at in chosen})  # raises for dtypes that the framework lacks
+        frame.raw({self.table[at][1] for at in chosen})  # raises an error for dtypes that the framework lacks
         groups: dict[int, list[int]] = {}
         for number, at in enumerate(chosen):
             groups.setdefault(number if in_order else self.table[at][5], []).append(at)

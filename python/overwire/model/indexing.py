@@ -1,7 +1,8 @@
 """Decides which block of a tensor to read for an index, and how to index the block.
 
-The engine reads a contiguous range of dim 0 times a contiguous range of dim 1. `plan` splits any basic index (ints,
-slices with steps, Ellipsis, None) into the smallest such block, and an index into the block that the framework applies.
+The engine reads a block: a contiguous range of dimension 0 and a contiguous range of dimension 1. `plan` splits any
+basic index (ints, slices with steps, Ellipsis, None) into the smallest such block, and an index into the block that the
+framework applies.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ class Plan(NamedTuple):
     """The block to read for an index, and the index into it.
 
     block: the (lo, hi) ranges of the first two dimensions. shape: the shape of the block.
-    cut: an index into the block; () for the whole block. empty: the result has no elements.
+    cut: an index into the block, or () for the whole block. empty: whether the result has no elements.
     """
 
     block: tuple[tuple[int, int], tuple[int, int]]
@@ -29,7 +30,7 @@ class Plan(NamedTuple):
 
 
 def _expand_index(index: Any, rank: int) -> list[Any]:
-    """Returns the index as a list of one entry per dimension, and the Nones between them."""
+    """Returns the index as a list with one entry per dimension, and with the index's Nones between them."""
     entries = list(index) if isinstance(index, tuple) else [index]
     count = sum(1 for e in entries if e is not None and e is not Ellipsis)
     dots = [at for at, e in enumerate(entries) if e is Ellipsis]
@@ -51,7 +52,7 @@ def _check_entry(entry: Any, size: int, dim: int) -> int | range:
     if isinstance(entry, bool) or str(getattr(entry, "dtype", "")).endswith("bool"):
             raise SliceError("overwire: slice: masks are not supported: load the tensor and index it")
     try:
-        if getattr(entry, "shape", ()) != ():  # an array with one index, which would keep the dimension
+        if getattr(entry, "shape", ()) != ():  # an array of one index, which would keep the dimension
             raise TypeError
         number = operator.index(entry)
     except TypeError:
@@ -97,7 +98,7 @@ def plan(index: Any, shape: tuple[int, ...], dims: int = 2) -> Plan:
                 lo, hi = min(selection[0], selection[-1]), max(selection[0], selection[-1]) + 1
                 block[dim] = (lo, hi)
             relative = range(selection.start - lo, selection.stop - lo, selection.step)
-            # A descending range may end at -1, which a slice would count from the end.
+            # A descending range may end at -1, but a slice would count -1 from the end.
             cut.append(slice(relative.start, None if relative.stop < 0 else relative.stop, relative.step))
             cuts = cuts or relative != range(hi - lo)
         dim += 1

@@ -22,8 +22,8 @@ def started() -> None:
 
 
 def join(model: int, device: str, read: str | None, alone: bool) -> str | None:
-    """Lets loads of an open model use preloaded tensors. Returns the device of those tensors ("cpu" or a GPU), or None
-    if there are none. alone: drops the preload instead."""
+    """Lets loads of an open model use preloaded tensors. Returns the device of these tensors ("cpu" or a GPU), or None
+    if there are none. alone: whether to drop the preload instead."""
     if not _started:
         return None
     number = _verbs.join({"device": device, "read": read or "", "alone": alone}, model)

@@ -14,7 +14,8 @@ from .opened import Model
 
 
 class KeptFile:
-    """An open file that can be passed as a source. It is closed when no model uses it and another file was opened."""
+    """An open file that can be passed as a source. The file is closed when no model uses it and another file was
+    opened."""
 
     has_bytes = False
 
@@ -32,14 +33,14 @@ class KeptFile:
 
     @classmethod
     def open_file(cls, path: str | os.PathLike[str]) -> KeptFile:
-        """Opens a local file, or returns it if it is already open and unchanged. Raises OSError if it is not a regular
-        file, and the errors of opening a model."""
+        """Opens a local file, or returns the file if it is already open and unchanged. Raises OSError if the path is
+        not a regular file, and the errors of opening a model."""
         global _last
         name = local(path)
         now = os.stat(name)
         if not stat.S_ISREG(now.st_mode):
             raise OSError(errno.EINVAL, "not a regular file", name)
-        # While a file is open, no other file can get its inode number.
+        # The inode number identifies the file, because no other file can get the number while this one is open.
         state = (now.st_dev, now.st_ino, now.st_size, now.st_mtime_ns, now.st_ctime_ns)
         with _lock:
             model = _open.get((name, state))

@@ -9,19 +9,21 @@ from .._imports import many_objects
 from ..frameworks.frame import Frame
 from ..jobs import Job
 
-# With at least this many tensors in the engine's memory, tensors are created while the load runs instead of afterwards.
+# If the engine's memory has at least _CROWD tensors, tensors are created while the load runs instead of afterwards.
 # _PAUSE is the time between two checks for new tensors, in seconds.
 _CROWD = 2000
 _PAUSE = 0.004
 
 
 class Load:
-    """The tensors of a running load, in the order of its requests. Call `tensors` for all, or `next` repeatedly.
+    """The tensors of a running load, in the order of its requests. Call `tensors` once for all tensors, or `next`
+    repeatedly.
 
-    job: the running job. `tensors` ends it; a caller of `next` has to end it. rows: the table row of each request, with
-    the dtype and shape in which it lands. raw: whether the engine exports tensors as plain integers. places: the
-    tensors that the engine writes to directly, by request. device: the device for the tensors. moved: whether tensors
-    land on another device first, for example in a preload on the host. wanted: the framework's dtype to cast to.
+    job: the running job. `tensors` ends the job, but a caller of `next` must end it. rows: the table row of each
+    request, with the dtype and shape in which it lands. raw: whether the engine exports tensors as plain integers.
+    places: the tensors that the engine writes to directly, by request. device: the device for the tensors. moved:
+    whether tensors land on another device first, for example in a preload on the host. wanted: the framework's dtype to
+    cast to.
     """
 
     def __init__(
@@ -39,8 +41,8 @@ class Load:
         self._frame, self._raw, self._device, self._moved, self._wanted = frame, raw, device, moved, wanted
 
     def next(self) -> list[tuple[int, Any, int]]:
-        """Waits for the next tensors. Returns the arguments of `tensor` for each: request, capsule and address. At the
-        end of the load it returns an empty list, or raises the load's error."""
+        """Waits for the next tensors. Returns the arguments of `tensor` for each of them: request, capsule and address.
+        At the end of the load, returns an empty list or raises the load's error."""
         news = self.job.next(None, self._raw)
         if news is None or not news.capsules:
             self.job.wait()
@@ -76,7 +78,7 @@ class Load:
                         zip(self.job.take(self._raw).pairs(), rows, strict=True)
                     )
                 ]
-        # Move one tensor at a time, so that only one is in memory twice.
+        # Moves one tensor at a time, so that only one tensor is in memory twice.
         if self._moved:
             for at, tensor in enumerate(tensors):
                 tensors[at] = tensor.to(self._device)

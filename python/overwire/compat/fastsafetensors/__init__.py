@@ -4,11 +4,11 @@
 
 The names are those of fastsafetensors 0.5.0. Intended differences:
 
-- Files may be compressed by overwire; they load the same way.
+- Files that overwire has compressed load like plain files.
 - The caller owns the tensors: they outlive `close()`, and each has its own memory.
 - A damaged, short or missing file raises an error on every rank of the group.
 - `dtype=` also converts to wider types.
-- Arguments about threads and buffers are ignored: the engine chooses.
+- Arguments about threads and buffers are ignored, because the engine chooses both.
   nogds=False reads through GPUDirect Storage if that is available.
 """
 

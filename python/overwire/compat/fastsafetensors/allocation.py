@@ -1,4 +1,4 @@
-"""Counts the memory of loaded files that is in use, in buffers and in tensors."""
+"""Counts the buffers and tensors of loaded files that are in use, and their bytes."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class SharedDeviceAllocation:
     The creator has the first reference, and each tensor from
     `dlpack.from_cuda_buffer(..., owner)` has one.
 
-    owns_memory: False for an empty buffer, which is not freed. All methods may be called
-    from any thread. This class does not count the allocation.
+    owns_memory: False for an empty buffer, which is not freed. All methods may be called from any thread. The functions
+    of this module do not count the buffer.
     """
 
     def __init__(self, gbuf: Any, framework: Any, device: Any, owns_memory: bool = True) -> None:

@@ -13,7 +13,7 @@ from .threefs_loader import ThreeFSLoader
 
 logger = init_logger("overwire")
 
-# Maps loaders to names in this module instead of classes, so that programs can replace the classes.
+# The values are names in this module instead of classes, so that programs can replace the classes.
 _LOADER_REGISTRY = {"base": "SafeTensorsFileLoader", "3fs": "ThreeFSLoader"}
 _ = (SafeTensorsFileLoader, ThreeFSLoader)
 

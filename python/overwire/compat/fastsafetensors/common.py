@@ -47,7 +47,7 @@ resolve_cudart_lib_name = resolve_runtime_lib_name
 
 
 def get_device_numa_node(device: int | None) -> int | None:
-    """Returns the NUMA node of a GPU; None if it is unknown."""
+    """Returns the NUMA node of a GPU, or None if it is unknown."""
     bus = "" if device is None else cpp.get_device_pci_bus(device)
     if not bus:
         return None
@@ -74,8 +74,7 @@ class SafeTensorsMetadata:
 
     tensors: maps names to TensorFrames, in file order. For a file that overwire has
     compressed, the offsets are those of the plain file.
-    header_length includes the 8 bytes before the header. metadata: the writer's
-    metadata, or "".
+    header_length: the bytes of the header, and the 8 bytes before it. metadata: the writer's metadata, or "".
 
     Like the original, it accepts bytes after the data, and `__metadata__` values that are
     not strings. Loading is strict.
@@ -188,16 +187,17 @@ class SafeTensorsMetadata:
         owner: Any = None,
     ) -> dict[str, TensorBase]:
         """Returns the tensors of a file that a plug-in has read into `gbuf`, starting at the file's offset
-        `copy_start_offset`. Aligned tensors share the buffer's memory. They keep it alive if the framework allocated
-        it, or through `owner`, a SharedDeviceAllocation. Raises ValueError for a compressed file."""
+        `copy_start_offset`. Aligned tensors share the buffer's memory. The tensors keep the buffer alive if the
+        framework allocated it, or else through `owner`, a SharedDeviceAllocation. Raises ValueError for a compressed
+        file."""
         return self._get_tensors(gbuf, device, copy_start_offset, dtype, None, owner)
 
     def _get_tensors(
         self, gbuf: cpp.gds_device_buffer, device: Device, copy_start_offset: int, dtype: DType = DType.AUTO,
         names: Collection[str] | None = None, owner: Any = None,
     ) -> dict[str, TensorBase]:  # fmt: skip
-        # names: returns only these tensors, if gbuf has only a part of the file. Plug-ins that read
-        # parts of files call this method by this name.
+        # names: the tensors to return if gbuf has only a part of the file. Plug-ins that read parts of files call this
+        # method, so its name must not change.
         if self.compressed:
             raise ValueError(f"{self.src}: the file is compressed by overwire, so its bytes are not its tensors' bytes")
         framework, out = self.framework, {}

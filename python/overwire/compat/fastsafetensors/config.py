@@ -19,8 +19,8 @@ logger = init_logger("overwire")
 
 @dataclass
 class LoaderConfig:
-    """Selects a loader and its settings. A section named like a loader has that loader's
-    arguments; the sections "parallel" and "debug" only group the fields below."""
+    """Selects a loader and its settings. A section with the name of a loader has that loader's arguments. The sections
+    "parallel" and "debug" only group the fields below."""
 
     loader: str = "base"
     framework: str = "pytorch"
@@ -78,7 +78,8 @@ class LoaderConfig:
         return cls.from_dict(data)
 
     def create_parallel_kwargs(self) -> dict[str, Any]:
-        """Returns the keyword arguments of a pipeline. Without `use_pipeline`, batches load one by one."""
+        """Returns the keyword arguments of a pipeline. Without `use_pipeline`, batches are loaded one after the
+        other."""
         names = ["max_batch_bytes", "use_chunk_budget_as_allocation_size", "device_memory_budget"]
         if self.use_pipeline:
             names += ["max_concurrent_producers", "queue_size", "use_tqdm_on_load"]
@@ -94,8 +95,8 @@ def check_producers(count: int) -> None:
 
 
 def load_config() -> LoaderConfig:
-    """Reads the file in FASTSAFETENSORS_CONFIG, which must exist if the variable is set. Otherwise
-    reads ./fastsafetensors.json if it exists, or else returns the defaults."""
+    """Reads the file in FASTSAFETENSORS_CONFIG, which must exist if the variable is set. If it is not set, reads
+    ./fastsafetensors.json if that exists, or else returns the defaults."""
     path = os.environ.get(CONFIG_ENV_VAR)
     if path:
         if not os.path.exists(path):

@@ -25,7 +25,7 @@ _PIECE = 16 << 20
 
 
 class cpp_metrics:
-    """bounce_buffer_bytes: the total size of the host buffers that readers are using."""
+    """The counters of this module. bounce_buffer_bytes: the total size of the host buffers that readers are using."""
 
     def __init__(self) -> None:
         self.bounce_buffer_bytes = 0
@@ -70,7 +70,7 @@ def is_cufile_found() -> bool:
 
 
 def cufile_version() -> int:
-    """Returns cuFile's version as 1000 * major + 10 * minor; 0 without cuFile."""
+    """Returns cuFile's version as 1000 * major + 10 * minor, or 0 without cuFile."""
     library = _library("libcufile.so.0") if is_cuda_found() else None
     version = ctypes.c_int(0)
     if library is None or library.cuFileGetVersion(ctypes.byref(version)) != 0:
@@ -107,7 +107,7 @@ _gil_release = False
 
 
 def set_gil_release(enable: bool) -> None:
-    """Stores the flag, without effect: the GIL is always released."""
+    """Stores the flag. It has no effect, because the GIL is always released."""
     global _gil_release
     _gil_release = bool(enable)
 
@@ -117,7 +117,7 @@ def get_gil_release() -> bool:
 
 
 def set_numa_node(node: int) -> int:
-    """Returns 0 and does not move the caller's thread: the engine places its own threads."""
+    """Returns 0. Does not move the caller's thread, because the engine places its own threads."""
     return 0
 
 
@@ -137,7 +137,7 @@ def read_buffer(address: int, length: int) -> bytes:
 
 
 def cpu_malloc(length: int) -> int:
-    """Allocates host memory; free it with `cpu_free`. Raises MemoryError if there is not enough."""
+    """Allocates host memory, which `cpu_free` frees. Raises MemoryError if there is not enough memory."""
     address = _libc.malloc(max(length, 1))
     if not address:
         raise MemoryError(f"cpu_malloc: {length} bytes")
@@ -209,8 +209,8 @@ class gds_device_buffer:
         return 0
 
     def memmove(self, dst_off: int, src_off: int, tmp: gds_device_buffer, length: int) -> int:
-        """Moves bytes inside the buffer; the ranges may overlap. Returns 0, or -1 if they are not
-        inside the buffer. `tmp` is ignored."""
+        """Moves bytes inside the buffer. The ranges may overlap. Returns 0, or -1 if a range is not inside the buffer.
+        `tmp` is ignored."""
         if length < 0 or min(dst_off, src_off) < 0 or max(dst_off, src_off) + length > self._length:
             return -1
         if self._cuda:
@@ -221,12 +221,12 @@ class gds_device_buffer:
         return 0
 
     def _write(self, at: int, data: Any) -> None:
-        # data: for a GPU, a host tensor of bytes.
+        # data: bytes, or for a GPU a host tensor of bytes.
         _tensor_at(self._ptr + at, data.numel(), True).copy_(data)
 
 
 class _Descriptor:
-    # A shared file descriptor, which is closed with the last reference.
+    # A shared file descriptor, which is closed when the last reference is dropped.
 
     number = -1  # -1 means that it is not set yet
 
@@ -240,7 +240,8 @@ class _Descriptor:
 
 
 class _Work:
-    # The work of a reader's threads. It has no reference to the reader, whose finalizer waits for the threads.
+    # The work of a reader's threads. This object does not refer to the reader, because the reader's finalizer waits for
+    # the threads.
 
     def __init__(self, use_cuda: bool, device_id: int) -> None:
         self._cuda, self._device = bool(use_cuda), int(device_id)
@@ -297,7 +298,7 @@ class _Work:
 
 
 class _Reader:
-    # Reads with a thread pool, which the first read starts. Calls in a forked child, which lacks the threads, fail.
+    # Reads with a thread pool, which the first read starts. Calls in a forked child fail, because it lacks the threads.
 
     def __init__(self, max_threads: int, use_cuda: bool, device_id: int) -> None:
         self._threads, self._work = max(1, int(max_threads)), _Work(use_cuda, device_id)
@@ -329,7 +330,8 @@ class _Reader:
         return number
 
     def wait_read(self, number: int) -> int:
-        """Waits for a read and returns the address. Raises the read's error, and ForkedError in a forked child."""
+        """Waits for a read and returns the address of its bytes. Raises the read's error, and ForkedError in a forked
+        child."""
         self._refuse_child()
         if number not in self._pending:
             raise ValueError(f"wait_read: no read {number}")
@@ -338,19 +340,19 @@ class _Reader:
             future.result()
         finally:
             self._work.done.pop(number, None)
-            del future  # its traceback refers to this frame, which would keep the reader alive
+            del future  # the traceback of its error refers to this frame, and would keep the reader alive
         return address
 
     def wait_read_prefix(self, number: int, length: int) -> int:
-        """Waits until the first `length` bytes of a read that tracks its progress have arrived. Returns how many
-        bytes have arrived. Raises the read's error, and ForkedError in a forked child."""
+        """Waits for the first `length` bytes of a read that tracks its progress. Returns how many bytes have arrived.
+        Raises the read's error, and ForkedError in a forked child."""
         self._refuse_child()
         if number not in self._pending or number not in self._work.done:
             raise ValueError(f"wait_read_prefix: no read {number} that tracks its progress")
         future, _ = self._pending[number]
         with self._work.moved:
             while self._work.done[number] < length and not future.done():
-                self._work.moved.wait(0.05)  # the future is done shortly after its last notification
+                self._work.moved.wait(0.05)  # the future is done shortly after the last notification
             count = self._work.done[number]
         if count < length:
             try:

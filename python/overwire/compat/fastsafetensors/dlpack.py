@@ -9,7 +9,7 @@ from overwire import codecs
 from .allocation import SharedDeviceAllocation
 from .st_types import Device, DeviceType, DType, stand_in
 
-# DLPack's type codes, by dtype or by its first letter.
+# DLPack's type codes, by the name of the dtype or its first letter.
 _CODES = {"BF16": 4, "BOOL": 6, "C64": 5, "F": 2, "I": 0, "U": 1}
 
 
@@ -29,8 +29,9 @@ def from_cuda_buffer(
 ) -> Any:
     """Makes a capsule for memory on a GPU or, despite the name, on the host.
 
-    strides: in elements. owner: kept alive until the consumer releases the capsule (for a
-    SharedDeviceAllocation, by a reference). Without an owner, the memory must outlive the capsule.
+    strides: in elements. owner: an object that is kept alive until the consumer releases the capsule; a
+    SharedDeviceAllocation gets a reference. Without an owner, the caller must keep the memory alive as long as the
+    capsule.
     """
     as_is = stand_in(dtype)
     code = _CODES.get(as_is.value) or _CODES[as_is.value[0]]

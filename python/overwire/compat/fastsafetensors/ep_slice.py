@@ -10,14 +10,14 @@ from re import Pattern
 #: Matches the expert's number in a tensor's name.
 DEFAULT_EXPERT_PATTERN: Pattern[str] = re.compile(r"\.experts\.(\d+)\.")
 
-# Name endings of the tensors that are dropped for other ranks' experts. An expert's other tensors (scales, zero points,
-# g_idx) are small, and code that computes a common scale needs them for all experts.
+# The last part of the names of tensors that are dropped if their expert belongs to another rank. An expert's remaining
+# tensors (scales, zero points, g_idx) are small, and code that computes a common scale needs them for all experts.
 _WEIGHTS = frozenset({"weight", "weight_packed", "qweight", "bias"})
 
 
 def owned_expert_range(num_experts: int, ep_size: int, ep_rank: int) -> tuple[int, int]:
-    """Returns the experts [first, end) of a rank. Experts are split into contiguous runs; if they do
-    not divide evenly, the first ranks get one more. Raises ValueError for invalid numbers."""
+    """Returns the experts [first, end) of a rank. Experts are split into contiguous runs. If they do not divide evenly,
+    each of the first ranks gets one more expert. Raises ValueError for invalid numbers."""
     if num_experts <= 0 or ep_size <= 0:
         raise ValueError(f"num_experts {num_experts} and ep_size {ep_size} must be positive")
     if not 0 <= ep_rank < ep_size:
@@ -30,11 +30,11 @@ def owned_expert_range(num_experts: int, ep_size: int, ep_rank: int) -> tuple[in
 def expert_parallel_filter(
     num_experts: int, ep_size: int, ep_rank: int, pattern: Pattern[str] = DEFAULT_EXPERT_PATTERN
 ) -> Callable[[str], bool]:
-    """Returns a filter for names. It only rejects weights of other ranks' experts (names that end
-    in weight, weight_packed, qweight or bias).
+    """Returns a filter for names. The filter only rejects weights of other ranks' experts (names that end in weight,
+    weight_packed, qweight or bias).
 
     It accepts scales, shared experts and routers, and expert numbers of num_experts and above.
-    The original drops other experts' scales.
+    The original library also rejects the scales of other ranks' experts.
     """
     first, end = owned_expert_range(num_experts, ep_size, ep_rank)
 

@@ -1,4 +1,4 @@
-"""Returns tensors, by name, of files that were copied to devices."""
+"""Returns the tensors of files that were copied to devices."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from .tensor_factory import LazyTensorFactory
 
 class FilesBufferOnDevice:
     """The tensors of all ranks' files. In a group of several ranks, all ranks must make the
-    same calls in the same order, except that `push_tensor` only needs its two ranks.
+    same calls in the same order, except that only the sender and the receiver must call `push_tensor`.
 
-    The caller owns the returned tensors, which outlive `close`. device, dtype: those of the results; AUTO means as
-    loaded.
+    The caller owns the returned tensors, which outlive `close`. device, dtype: the device and dtype of the results;
+    AUTO keeps the dtype as loaded.
 
     keep_tensor: accepts the names of the tensors to include. borrowed_tensors: has no
     effect, because the caller owns the tensors.
-    auto_mem_delete: whether to free a file once all its tensors were returned; only with
-    several ranks. Raises ValueError for names that no file has, and if a name is in two files.
+    auto_mem_delete: whether to free a file when all its tensors were returned. It only has an effect with several
+    ranks. Raises ValueError for a name that no file has, and for a name that two files have.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class FilesBufferOnDevice:
         self.rank_loaders = {}
 
     def drain(self) -> None:
-        """Waits for tensors that are still loading. A failure is raised when its tensor is requested."""
+        """Waits for tensors that are still loading. The error of a tensor is raised when the tensor is requested."""
         for loaders in list(self.rank_loaders.values()):
             for loader in loaders:
                 loader.drain()
@@ -66,7 +66,7 @@ class FilesBufferOnDevice:
             self.close()
 
     def iter_local_tensors(self, tensor_names: Iterable[str]) -> Iterator[tuple[str, Any]]:
-        """Yields (name, tensor) for each name without a collective. Raises RuntimeError in a group of several ranks."""
+        """Yields (name, tensor) for each name, without collectives. Raises RuntimeError in a group of several ranks."""
         if self.pg.size() != 1:
             raise RuntimeError("iter_local_tensors is for a group of one rank")
         for name in tensor_names:
@@ -105,7 +105,7 @@ class FilesBufferOnDevice:
     def get_sharded_wrapped(
         self, tensor_name: str, dim: int, device: Any = None, dtype: DType = DType.AUTO
     ) -> TensorBase:
-        """Like `get_sharded`, but the result is wrapped."""
+        """Returns the same as `get_sharded`, but wrapped."""
         rank, lidx = self._get_rank_lidx(tensor_name)
         tensor: TensorBase = self._get_tensor(
             rank, lidx, tensor_name, self._loader(tensor_name).shuffle(self.pg, tensor_name, dim), device, dtype
@@ -113,12 +113,12 @@ class FilesBufferOnDevice:
         return tensor
 
     def get_sharded(self, tensor_name: str, dim: int, device: Any = None, dtype: DType = DType.AUTO) -> Any:
-        """Returns this rank's block along dim, with ceil(size / ranks) elements. The last blocks may be
-        shorter or empty. dim -1 returns the whole tensor."""
+        """Returns this rank's block along dim, with ceil(size / ranks) elements. The blocks of the last ranks may be
+        shorter or empty. dim=-1 returns the whole tensor."""
         return self.get_sharded_wrapped(tensor_name, dim, device, dtype).get_raw()
 
     def get_tensor_wrapped(self, tensor_name: str, device: Any = None, dtype: DType = DType.AUTO) -> TensorBase:
-        """Like `get_tensor`, but the result is wrapped."""
+        """Returns the same as `get_tensor`, but wrapped."""
         return self.get_sharded_wrapped(tensor_name, -1, device, dtype)
 
     def get_tensor(self, tensor_name: str, device: Any = None, dtype: DType = DType.AUTO) -> Any:

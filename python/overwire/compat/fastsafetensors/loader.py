@@ -59,7 +59,7 @@ class BaseSafeTensorsFileLoader:
         """Does nothing: the caller's thread is not moved."""
 
     def reset(self) -> None:
-        """Removes the files, so others can be added. Existing buffers stay valid."""
+        """Removes the files, so that other files can be added. Existing buffers stay valid."""
         self.meta, self.frames = {}, OrderedDict()
 
     def close(self) -> None:
@@ -79,12 +79,13 @@ class BaseSafeTensorsFileLoader:
         self.tensor_filter = keep_tensor
 
     def add_filenames(self, filenames: Mapping[int, list[str]]) -> None:
-        """Reads the headers of all ranks' files, {rank: paths}. In a group of several ranks, all
-        ranks make this call with the same files."""
+        """Reads the headers of all ranks' files, {rank: paths}. In a group of several ranks, all ranks must make this
+        call with the same files."""
         self._run_on_all_ranks(lambda: self._add(filenames))
 
     def _run_on_all_ranks(self, work: Callable[[], Any]) -> Any:
-        # Returns the result of `work`. A failure on one rank raises an error on all, unless a pipeline handles that.
+        # Returns the result of `work`. An error on one rank raises an error on all, unless a pipeline makes the ranks
+        # agree.
         if not self._agrees:
             return work()
         result = None
@@ -116,11 +117,11 @@ class BaseSafeTensorsFileLoader:
     ) -> FilesBufferOnDevice:
         """Loads this rank's files and waits for them.
 
-        dtype: converts all tensors to it. allow_inflight: waits for each tensor when it is
-        requested, if the copier supports that and the group has one rank; a read error is then
-        raised at that point. borrowed_tensors: raises ValueError unless the group has one rank; it
-        has no other effect, because the caller owns the tensors. In a group of several ranks, all ranks make this call,
-        and a failure on one rank raises an error on all ranks.
+        dtype: the dtype to which all tensors are converted. allow_inflight: whether to return at once and wait for a
+        tensor when it is requested, if the copier supports this and the group has one rank. Requesting the tensor then
+        raises the read's error. borrowed_tensors: raises ValueError unless the group has one rank; it has no other
+        effect, because the caller owns the tensors. In a group of several ranks, all ranks must make this call, and a
+        failure on one rank raises an error on all ranks.
         """
         if borrowed_tensors and self.pg.size() != 1:
             raise ValueError("borrowed_tensors is for a group of one rank")
@@ -183,9 +184,9 @@ class SafeTensorsFileLoader(BaseSafeTensorsFileLoader):
     """Loads plain files and files that overwire has compressed.
 
     pg, device, framework: as for the base class. debug_log: turns on overwire's debug log.
-    disable_cache=False caches broadcast and scattered tensors for a second call.
-    nogds=False: loads to a GPU through GPUDirect Storage if that is available. use_fgds
-    and the other arguments have no effect: they choose between methods that do not differ here.
+    disable_cache: False caches broadcast and scattered tensors for a second call.
+    nogds: False loads to a GPU through GPUDirect Storage if that is available. use_fgds and the other arguments choose
+    between methods that do not differ here, so they have no effect.
     """
 
     @classmethod

@@ -39,26 +39,26 @@ class _Loaded(NamedTuple):
 
     @classmethod
     def nothing(cls) -> _Loaded:
-        """Makes an item without a batch. When the loader is closed, it wakes a thread that waits for a batch."""
+        """Makes an item without a batch, which wakes a thread that waits for a batch when the loader is closed."""
         return cls(None, CancelledError("overwire: iterate_weights: another thread has closed the loader"))
 
 
 class PipelineParallel:
     """Yields the tensors of files, in batches of one file per rank.
 
-    queue_size: -1 reads a batch after the previous batch is used up (one batch in memory); n >= 0 allows n + 2
-        batches in memory. tensor_filter: only reads names that it accepts. max_batch_bytes: the maximum tensor bytes
-        per file in a batch; a larger tensor gets its own batch.
+    queue_size: -1 reads a batch after the previous batch is used up, so one batch is in memory; n >= 0 allows n + 2
+        batches in memory. tensor_filter: accepts the names of the tensors to read. max_batch_bytes: the maximum tensor
+        bytes per file in a batch; a larger tensor gets its own batch.
     device_memory_budget: bytes that this rank may use. Batches get smaller, and fewer are in flight, until they fit.
         The budget includes yielded tensors that the caller keeps: all of them, or those that resident_tensor accepts,
         or none if accumulate_resident is False. Raises BudgetInfeasibleError if the budget is too small.
     use_chunk_budget_as_allocation_size: copiers other than overwire's get the same allocation_size for every batch.
     overlap_io: in a group of one rank, yields tensors before their whole batch has arrived.
     borrowed_tensors: promises that the caller does not keep yielded tensors. Raises ValueError unless
-    accumulate_resident
-        is False and the group has one rank. It has no other effect, because the caller owns the tensors.
-    broadcast_run_bytes, broadcast_run_tensors: no effect, but negative values raise ValueError.
-    need_clone: exists for compatibility; tensors never have to be cloned.
+        accumulate_resident is False and the group has one rank. It has no other effect, because the caller owns the
+        tensors.
+    broadcast_run_bytes, broadcast_run_tensors: these have no effect, but negative values raise ValueError.
+    need_clone: this has no effect, because tensors never have to be cloned.
 
     All ranks of the group must iterate in the same way. A failure on one rank raises an error on all ranks. Unknown
     arguments are ignored.
@@ -233,7 +233,7 @@ class PipelineParallel:
 
     def _finish(self) -> None:
         thread = self._thread
-        if thread is None or forked() or sys.is_finalizing():  # at exit, threads neither continue nor release locks
+        if thread is None or forked() or sys.is_finalizing():  # at exit, other threads are stopped
             return
         self._is_ending = True
         self._room.put(None)
@@ -255,7 +255,8 @@ class PipelineParallel:
         return tqdm(total=len(self._plan), desc="Loading fastsafetensors checkpoint shards", leave=False)
 
     def close(self) -> None:
-        """Stops loading and ends `iterate_weights`. Does nothing in a forked child: the parent owns the loader."""
+        """Stops loading and ends `iterate_weights`. Does nothing in a forked child, because the parent owns the
+        loader."""
         if not forked():
             self._is_closed = True
             self._finish()

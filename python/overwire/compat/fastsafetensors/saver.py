@@ -62,8 +62,8 @@ def validate_shard_set(metas: Sequence[SafeTensorsMetadata]) -> None:
 
 @dataclass
 class WriteEntry:
-    """A tensor to save: its dtype, shape (in elements) and number of bytes in the file, and
-    its source, which only the fill function interprets."""
+    """A tensor to save. dtype, shape (in elements), nbytes: as in the file. source: the tensor's data, which only the
+    fill function interprets."""
 
     name: str
     dtype: DType
@@ -85,11 +85,11 @@ class ShardPlan:
     total_bytes: int = 0
 
 
-#: Called once per save, with all (buffer, entry), the largest first. It must fill the buffers
+#: A function that is called once per save, with all pairs (buffer, entry), the largest first. It must fill the buffers
 #: before it returns, and must not keep them.
 FillFn = Callable[[list[tuple[memoryview, WriteEntry]]], None]
 
-#: Computes the metadata of a shard from its entries.
+#: A function that computes the metadata of a shard from its entries.
 ShardMetadataFn = Callable[[Sequence[WriteEntry]], Mapping[str, str]]
 
 
@@ -159,10 +159,10 @@ def plan_shards(
     first, each to the file with the fewest bytes so far. Nothing is written.
 
     metadata: strings for all files. shard0_metadata: strings for the first file.
-    shard_metadata: computes strings for each file from its entries. header_align: a
-    multiple of 8; data begin at a multiple of it and of 64. Raises ValueError for missing or repeated paths, a repeated
-    name, bytes that do not match dtype and shape, metadata that are not strings or that the saver reserves, and a
-    header of more than 100 MB.
+    shard_metadata: computes strings for each file from its entries. header_align: a multiple of 8. Data begin at a
+    multiple of header_align and of 64. Raises ValueError for missing or repeated paths, a repeated name, bytes that do
+    not match dtype and shape, metadata that are not strings or that the saver reserves, and a header of more than 100
+    MB.
     """
     paths = [os.fspath(path) for path in paths]
     if not paths or len({os.path.abspath(path) for path in paths}) != len(paths):
@@ -237,9 +237,9 @@ def write_shards(
 
     Each file gets its name when all files are complete and on the disk. min_free_bytes: the
     space that must stay free on each disk. fsync has no effect: files are always synced.
-    Missing folders are made. Before it calls `fill` it raises ValueError for inconsistent plans or equal paths,
-    FormatError for headers that break the format's rules, and OSError if there is not enough space. An exception of
-    `fill` is passed on, and no file is left.
+    Missing folders are made. Before `fill` is called, the function raises ValueError for inconsistent plans or equal
+    paths, FormatError for headers that break the format's rules, and OSError if there is not enough space. An exception
+    of `fill` is passed on. In all these cases no file remains.
     """
     paths = [os.path.abspath(plan.path) for plan in plans]
     if len(set(paths)) != len(paths):
@@ -314,8 +314,8 @@ class ParallelSaver:
     compressed files, that are written simultaneously. fill: writes the bytes of all entries
     to buffers; None: the sources are tensors. Other arguments are as for `plan_shards` and
     `write_shards`.
-    compress: whether to compress shards into overwire's container. The filled buffers then
-    stay in host memory until they are written, and data begin at multiples of 64, which header_align must divide.
+    compress: whether to compress shards into overwire's container. The filled buffers then stay in host memory until
+    they are written. Data then begin at multiples of 64, and header_align must divide 64.
     """
 
     def __init__(
@@ -347,8 +347,8 @@ class ParallelSaver:
         header_align: int = 8,
     ) -> list[str]:
         """Writes base-00001-of-0000N.safetensors and so on, and returns the paths. Raises the errors
-        of `plan_shards`, `write_shards` and, with compress, `overwire.save_file`. After an error
-        shards may be missing, which `validate_shard_set` reports."""
+        of `plan_shards`, `write_shards` and, with compress, `overwire.save_file`. After an error, shards may be
+        missing; `validate_shard_set` detects this."""
         entries = [plain_entry(name, tensor, framework=self.framework) for name, tensor in tensors.items()]
         return self.save_entries(
             entries, base, metadata=metadata, shard0_metadata=shard0_metadata, header_align=header_align
@@ -382,7 +382,7 @@ class ParallelSaver:
         _check_room(folder, total, self.min_free_bytes)
         entries = sorted((entry for plan in plans for entry in plan.entries), key=lambda entry: -entry.nbytes)
         values: dict[str, Any] = {}
-        buffers: list[ctypes.Array[ctypes.c_char]] = []  # the values point into these until all is written
+        buffers: list[ctypes.Array[ctypes.c_char]] = []  # keeps the memory of the values alive
         if self.fill is None:
             values = {
                 entry.name: entry.source.get_raw() if isinstance(entry.source, TensorBase) else entry.source

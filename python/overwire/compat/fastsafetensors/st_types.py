@@ -15,7 +15,7 @@ class DeviceType(Enum):
 
 @dataclass
 class Device:
-    """A device: its type and its number. The number None means the current device."""
+    """A device, with its type and number. The number None means the current device."""
 
     type: DeviceType = DeviceType.CPU
     index: int | None = None
@@ -86,7 +86,8 @@ DTYPE_SIZES = {
 
 
 def stand_in(dtype: DType) -> DType:
-    """Returns the integer dtype that replaces a dtype which older DLPack versions lack; returns others unchanged."""
+    """Returns the integer dtype that replaces a dtype which older DLPack versions lack. Returns other dtypes
+    unchanged."""
     if dtype in (DType.F8_E5M2, DType.F8_E4M3):
         return DType.I8
     return DType.U8 if dtype.bits <= 8 and dtype.value.startswith("F") else dtype
@@ -113,8 +114,8 @@ def dense_strides(shape: list[int]) -> list[int]:
 class TensorFrame:
     """The position of a tensor, or of a slice of a tensor, in a file.
 
-    shape, strides (in elements) and offsets (in elements of each dimension) have one entry
-    per dimension. data_offsets is [begin, end) of the whole tensor.
+    shape, strides and offsets count elements, and have one entry per dimension. data_offsets: the range [begin, end) of
+    the whole tensor in the file's data.
     """
 
     dtype: DType
@@ -134,7 +135,7 @@ class TensorFrame:
 
     def __getitem__(self, index: Any) -> TensorFrame:
         """Returns the frame of a slice. An int keeps its dimension with size 1, and an empty slice has
-        shape []. Raises IndexError if it is out of range, ValueError for other types of index."""
+        shape []. Raises IndexError for an index out of range, and ValueError for other types of index."""
         entries = index if isinstance(index, tuple) else (index,)
         if not entries:
             return self

@@ -16,12 +16,12 @@ from .st_types import Device, DType, converts
 
 
 class LazyTensorFactory:
-    """A file that one rank loads. rank: that rank. copier: None on all other ranks.
+    """A file that one rank loads. rank: the rank that loads it. copier: None on all other ranks.
     names: the tensors to load; set them before loading.
 
-    gbuf: the buffer of the tensors' memory; None if it was freed or belongs to another rank.
-    wait_tensor: waits for a tensor to arrive; None if all have arrived. All ranks of the
-    group must make the same calls in the same order.
+    gbuf: the buffer of the tensors' memory, or None if it was freed or belongs to another rank.
+    wait_tensor: a function that waits for a tensor, or None if all tensors have arrived. All ranks of the group must
+    make the same calls in the same order.
     """
 
     def __init__(
@@ -56,8 +56,9 @@ class LazyTensorFactory:
             self.gbuf = self.copier.submit_io(use_buf_register, max_copy_block_size)
 
     def wait_io(self, dtype: DType = DType.AUTO, noalign: bool = False, borrowed_tensors: bool = False) -> None:
-        """Waits for the file. If the copier can wait for individual tensors and `dtype` is AUTO, only prepares
-        to do so. borrowed_tensors: no effect, because the caller owns the tensors."""
+        """Waits for the file. If the copier can wait for individual tensors and `dtype` is AUTO, the function returns
+        at once, and later calls wait for their tensors. borrowed_tensors: no effect, because the caller owns the
+        tensors."""
         self.dtype = dtype
         copier = self.copier
         if copier is None or self.gbuf is None:
@@ -74,7 +75,8 @@ class LazyTensorFactory:
             self.copier, self.wait_tensor = None, None
 
     def drain(self) -> None:
-        """Waits for all tensors that the engine is loading. A failure is raised when its tensor is requested."""
+        """Waits for all tensors that the engine is loading. The error of a tensor is raised when the tensor is
+        requested."""
         if isinstance(self.copier, EngineCopier) and self.wait_tensor is not None:
             with suppress(Exception):
                 self.copier.finish_io()
@@ -121,8 +123,8 @@ class LazyTensorFactory:
         return None
 
     def shuffle(self, pg: ProcessGroupBase, tensor_name: str, dim: int) -> TensorBase:
-        """Returns the whole tensor (dim -1), or this rank's block along dim, with ceil(size / ranks)
-        elements. The last blocks may be shorter or empty."""
+        """Returns the whole tensor (dim=-1), or this rank's block along dim, with ceil(size / ranks) elements. The
+        blocks of the last ranks may be shorter or empty."""
         if pg.size() == 1:
             return self._own_tensor(tensor_name)
         result = self.shuffled.get((tensor_name, dim))

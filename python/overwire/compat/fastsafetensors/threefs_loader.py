@@ -12,7 +12,7 @@ from .parallel_loader import PipelineParallel
 
 
 class ThreeFSLoader(BaseSafeTensorsFileLoader):
-    """A loader for 3FS. mount_point: the folder where 3FS is mounted. entries, io_depth, buffer_size: arguments of the
+    """A loader for 3FS. mount_point: the folder where 3FS is mounted. entries, io_depth, buffer_size: arguments for the
     reader.
     """
 
@@ -49,7 +49,7 @@ class ThreeFSLoader(BaseSafeTensorsFileLoader):
 
 
 class ParallelThreeFSLoader(PipelineParallel):
-    """A PipelineParallel over ThreeFSLoader, with the mount point of the files."""
+    """A PipelineParallel over ThreeFSLoader. The mount point is inferred from the files."""
 
     def __init__(
         self,

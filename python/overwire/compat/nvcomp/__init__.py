@@ -4,7 +4,7 @@
 
 The names are those of nvCOMP 4.2 to 6.0. LZ4, Snappy, Zstd, Deflate, Gzip, GDeflate and Cascaded do not need a GPU. X16
 is overwire's own codec. RAW streams have the algorithms' standard formats. Native and sized streams have overwire's
-formats; those that nvCOMP wrote are passed to an installed nvCOMP (docs/nvcomp.md). `backends()` returns where each
+formats. Streams that nvCOMP wrote are passed to an installed nvCOMP (docs/nvcomp.md). `backends()` returns where each
 algorithm runs.
 """
 
@@ -27,7 +27,7 @@ from .enums import (
 )
 from .streams import CudaStream, set_device_allocator, set_host_allocator, set_pinned_allocator
 
-#: The nvCOMP version with these names.
+#: The nvCOMP version that has the same names.
 __version__ = "6.0.0"
 #: The CUDA version that the kernels are compiled with. Without a GPU, CUDA is not needed.
 __cuda_version__ = 13000

@@ -33,7 +33,7 @@ class Later:
         self._batch, self._at, self._keep = batch, at, keep
 
     def error(self, wait: bool) -> BaseException | None:
-        """Returns the error or None; NOT_YET while the work is running."""
+        """Returns the error, None after success, or NOT_YET while the work is running."""
         errors = self._batch.wait() if wait else self._batch.poll()
         if errors is None:
             return Later.NOT_YET
@@ -46,7 +46,8 @@ class Array(codecs.exporter()):  # type: ignore[misc]
 
     It is made from a DLPack capsule, or from an object with `__dlpack__`,
     `__array_interface__`, `__cuda_array_interface__` or the buffer protocol. It shares the
-    memory and keeps it alive. Arrays on the host support the buffer protocol. Raises TypeError for other objects.
+    memory and keeps it alive. Arrays on the host support the buffer protocol. The constructor raises TypeError for
+    other objects.
     """
 
     def __init__(self, src_object: Any, cuda_stream: int = 0) -> None:
@@ -75,14 +76,14 @@ class Array(codecs.exporter()):  # type: ignore[misc]
         self._device = device
         self._capacity = span.nbytes
         self._readonly = False
-        self._native = True  # we own the memory, and a Codec may replace it
+        self._native = True  # overwire owns the memory, and a Codec may replace it
         self._pending: BaseException | Later | None = None
         self._stream = 1  # the stream that produces the bytes
         self._joined = 1  # a stream that already waits for the bytes
 
     def _must_wait(self, stream: int) -> bool:
-        """Returns whether a stream must wait before it uses the bytes. The caller must then make it wait: the next
-        call for that stream returns False."""
+        """Returns whether a stream must wait before it uses the bytes. The caller must then make the stream wait,
+        because the next call for this stream returns False."""
         if self._stream == stream or self._joined == stream:
             return False
         self._joined = stream
@@ -112,8 +113,8 @@ class Array(codecs.exporter()):  # type: ignore[misc]
         return array
 
     def _wait_until_ready(self, wait: bool = True) -> None:
-        """Raises a decoding error, once. wait: whether to wait for a GPU that is still decoding;
-        otherwise a later call raises the error."""
+        """Raises the decoding error, if there is one and it was not raised before. wait: whether to wait for a GPU that
+        is still decoding; otherwise a later call raises the error."""
         pending = self._pending
         if pending is None:
             return
@@ -139,12 +140,12 @@ class Array(codecs.exporter()):  # type: ignore[misc]
 
     @property
     def capacity(self) -> int:
-        """The number of bytes of the memory, at least buffer_size."""
+        """The number of allocated bytes, at least buffer_size."""
         return self._capacity
 
     @property
     def dtype(self) -> Any:
-        """The numpy dtype; ml_dtypes provides bfloat16 and float8."""
+        """The numpy dtype. bfloat16 and float8 come from ml_dtypes."""
         return numpy_dtype(self._kind)
 
     @property
@@ -174,8 +175,8 @@ class Array(codecs.exporter()):  # type: ignore[misc]
 
     @property
     def strides(self) -> tuple[int, ...]:
-        """Bytes between neighbours along each dimension. As in nvCOMP, the array interfaces have None
-        for a dense array in C order."""
+        """Bytes between neighbours along each dimension. As in nvCOMP, the strides in the array interfaces are None for
+        a dense array in C order."""
         if self._strides is not None:
             return self._strides
         return tuple(s * self.item_size for s in _dense_strides(self._shape))
@@ -201,9 +202,8 @@ class Array(codecs.exporter()):  # type: ignore[misc]
     def to_dlpack(self, cuda_stream: Any = None) -> Any:
         """Returns a DLPack capsule of the same memory. The capsule keeps the memory alive.
 
-        cuda_stream: for GPU memory, the consumer's stream, which will wait for the Array. None is
-        the default stream, and -1 means no wait. Raises BufferError if the strides are not multiples of the element
-        size.
+        cuda_stream: for GPU memory, the consumer's stream, which will wait for the Array. None means the default
+        stream, and -1 that no stream waits. Raises BufferError if the strides are not multiples of the element size.
         """
         self._wait_until_ready(self._device == HOST)
         if self._device != HOST and cuda_stream != -1:
@@ -234,11 +234,11 @@ class Array(codecs.exporter()):  # type: ignore[misc]
         letter = _FORMATS.get(self._kind[:2])
         nbytes = self._span.nbytes
         if letter is not None and (self._strides is not None or letter == "e" or nbytes == 0):
-            # memoryview cannot cast to float16 or to empty shapes: use numpy.
+            # memoryview cannot cast to float16 or to empty shapes, so numpy makes the view.
             with contextlib.suppress(ImportError):
                 import numpy
 
-                # Pass the interface instead of the Array, whose own buffer is being made here.
+                # Passes the interface instead of the Array, because numpy would otherwise call this method again.
                 data = (self._span.address, self._readonly)
                 exporter = SimpleNamespace(__array_interface__=self._cuda_interface() | {"data": data}, keep=self)
                 return memoryview(numpy.asarray(exporter))  # type: ignore[arg-type,unused-ignore]
@@ -260,13 +260,13 @@ class Array(codecs.exporter()):  # type: ignore[misc]
         return self._shape[0] if self._shape else 0
 
     def cpu(self) -> Array | None:
-        """Returns the Array itself if it is on the host, else a copy on the host; None if it is not
-        dense. Raises GPU decoding errors that were not raised before."""
+        """Returns the Array itself if it is on the host, otherwise a copy on the host, or None if the Array is not
+        dense. Raises an error of decoding on the GPU if it was not raised before."""
         self._wait_until_ready()
         return self if self._device == HOST else self._copy_to_host()
 
     def cuda(self, synchronize: bool = True, cuda_stream: int = 0) -> Array | None:
-        """Returns the Array itself if it is on a GPU, else a copy on a GPU; None without a GPU."""
+        """Returns the Array itself if it is on a GPU, otherwise a copy on a GPU, or None without a GPU."""
         self._wait_until_ready(self._device == HOST)
         return self if self._device != HOST else self._copy_to_device(synchronize, int(cuda_stream))
 
@@ -312,7 +312,7 @@ class Array(codecs.exporter()):  # type: ignore[misc]
         streams.check_device(stream, index)
         span = gpu_memory(nbytes, index, stream)
         self._copy_onto(span.address, index, stream, synchronize)
-        # Keep this Array alive until the copy is done.
+        # Keeps this Array alive until the copy is done.
         source = span if synchronize else codecs.Span(span.address, nbytes, (span.keep, self))
         return self._with_span(source, (2, index), stream)
 
@@ -326,12 +326,12 @@ class BatchArray(list):  # type: ignore[type-arg]
         return [a.buffer_size for a in self]
 
     def cpu(self) -> BatchArray:
-        """Returns all Arrays on the host; the batch itself if they already are there."""
+        """Returns a batch with all Arrays on the host, or this batch if they are already there."""
         arrays = [a.cpu() for a in self]
         return self if all(a is b for a, b in zip(self, arrays, strict=True)) else BatchArray(arrays)
 
     def cuda(self, synchronize: bool = True, cuda_stream: int = 0) -> BatchArray | None:
-        """Returns all Arrays on a GPU; None without a GPU."""
+        """Returns a batch with all Arrays on a GPU, or None without a GPU."""
         arrays = [a.cuda(synchronize, cuda_stream) for a in self]
         if any(a is None for a in arrays):
             return None
@@ -344,10 +344,10 @@ def as_array(source: Any, cuda_stream: int = 0) -> Array:
 
 
 def as_arrays(sources: Any, *args: Any, cuda_stream: int = 0, **named: Any) -> BatchArray:
-    """Makes an Array of each source, `as_arrays(list, cuda_stream=0)`, or of parts of one source,
-    `as_arrays(buffer, offsets, sizes, cuda_stream=0)`, in bytes.
+    """Makes an Array of each source, `as_arrays(list, cuda_stream=0)`, or of parts of one source, `as_arrays(buffer,
+    offsets, sizes, cuda_stream=0)`. Offsets and sizes count bytes.
 
-    Raises ValueError for parts outside the buffer.
+    Raises ValueError for a part outside of the buffer.
     """
     if isinstance(sources, (list, tuple)) and not named and len(args) < 2:
         stream = int(args[0]) if args else cuda_stream

@@ -1,4 +1,4 @@
-"""Implements nvCOMP's Codec, which encodes and decodes, with overwire.codecs."""
+"""Implements nvCOMP's Codec, which encodes and decodes Arrays, with overwire.codecs and overwire.gpu."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _OPTIONS: dict[str, type | tuple[type, ...]] = {
     "num_rles": int,
     "num_deltas": int,
     "use_bitpack": (bool, int),
-    # Hints for Cascaded since 6.0, and options of algorithms that nvCOMP itself runs.
+    # Hints for Cascaded (since nvCOMP 6.0), and options of algorithms that only nvCOMP implements.
     **dict.fromkeys(
         ("mode", "compression_level", "terminal_codecs", "fine_grained_encodings",
          "coarse_grained_encodings", "delta", "states_per_lane", "histogram_reduction_log2", "max_sub_chunk_count",
@@ -58,13 +58,13 @@ _VERIFY: dict[ChecksumPolicy, bool | str] = {
 }
 
 
-# Options for reading. They are passed to nvCOMP if it reads its own streams.
+# Options for reading, which are passed to nvCOMP if it must read its own streams.
 _READING = ("algorithm", "device_id", "cuda_stream", "bitstream_kind", "checksum_policy", "data_type")
 
 
 class _ForeignStreams(Exception):
-    """Raised if some streams are not overwire's. at: their positions in the batch. error: why the first one was
-    refused."""
+    """Raised if some streams are not in overwire's formats. at: the positions of these streams in the batch. error: the
+    error of the first one."""
 
     def __init__(self, at: list[int], error: OverwireError) -> None:
         super().__init__(at, error)
@@ -100,23 +100,23 @@ class DecompressConfig(_Config):
 class Codec:
     """Encodes and decodes an Array, or a list of Arrays, on all cores.
 
-    Keywords are nvCOMP's, and all are optional: `algorithm` (decoding detects it by default),
+    The keywords are nvCOMP's, and all of them are optional: `algorithm` (decoding detects it by default),
     `device_id`, `cuda_stream`, `uncomp_chunk_size`, `bitstream_kind`, `checksum_policy`,
-    `data_type`, `algorithm_type` and others. Two are new. `strict`: a wrong checksum raises an
-    error in `decode`, instead of on the first access to the bytes. `ask_nvcomp`: if False, streams that overwire
-    refuses are never passed to an installed nvCOMP, whose decoders trust their input.
+    `data_type`, `algorithm_type` and others. Two keywords are new. `strict`: whether a wrong checksum raises an error
+    in `decode` instead of on the first access to the bytes. `ask_nvcomp`: False never passes streams that overwire
+    refuses to an installed nvCOMP, because nvCOMP's decoders trust their input.
 
     LZ4, Snappy, Cascaded and X16 streams on a GPU are decoded there, on `cuda_stream` (by default torch's current
-    stream). With a DecompressConfig the call does not wait: errors in the data are raised on the first access to a
-    finished Array (`cpu()` waits for it), or by `decode` of a `strict` Codec. X16 is also encoded on the GPU; that call
-    waits for the lengths. All other work, including checksums, runs on the CPU, and Arrays are copied there and back;
-    see `backends()`. If there is a GPU, results are on it. Cascaded's elements have
-    `data_type`. Without it they have the Arrays' type, or are bytes if the Arrays differ in type.
+    stream). With a DecompressConfig the call does not wait. Errors in the data are then raised on the first access to a
+    finished Array (`cpu()` waits for the Array), or by `decode` if the Codec is `strict`. X16 is also encoded on the
+    GPU, and that call waits for the lengths. All other work, including checksums, runs on the CPU, and Arrays are
+    copied there and back; see `backends()`. If there is a GPU, results are on the GPU. Cascaded uses elements of type
+    `data_type`. By default these have the Arrays' type, or are bytes if the Arrays differ in type.
 
     Native streams, sized streams and Cascaded are overwire's own formats (docs/nvcomp.md). RAW streams of the other
-    algorithms are standard. ANS and Bitcomp, and native, sized and Cascaded streams that nvCOMP wrote, are passed to an
-    installed nvCOMP, and the call waits for it. Without nvCOMP, the error names the wheel to install. Threads may share
-    a Codec.
+    algorithms are standard. ANS and Bitcomp streams, and native, sized and Cascaded streams that nvCOMP wrote, are
+    passed to an installed nvCOMP, and the call waits for the result. Without nvCOMP, the error names the wheel to
+    install. Threads may share a Codec.
 
     Raises ValueError for unknown keywords and algorithms, RuntimeError for values of the wrong type.
     """
@@ -179,8 +179,8 @@ class Codec:
         """Compresses an Array (or any object that `as_array` accepts), or each item of a list.
 
         Returns an Array of `|i1`, or a BatchArray. `out` is an Array from a Codec, which is resized, or writable
-        memory, which the result shares; for a list, a list of these. Raises ValueError if `out` is too small or
-        overlaps a source or another `out`, or if the lengths differ from the config's.
+        memory, which the result shares. If the source is a list, `out` is a list of these. Raises ValueError if `out`
+        is too small or overlaps a source or another `out`, or if the lengths differ from the config's.
         """
         self._check_open()
         many, sources = placing.as_list(array)
@@ -211,8 +211,8 @@ class Codec:
     ) -> Any:
         """Decompresses an Array, or each item of a list. `out` is as in `encode`.
 
-        `data_type` is a type string, a name ("bfloat16") or a dtype of numpy or torch. The default
-        is the Codec's, or `|i1` without one. It only labels the bytes, which are never converted.
+        `data_type` is a type string, a name ("bfloat16") or a dtype of numpy or torch. The default is the Codec's
+        data_type, or `|i1` if it has none. data_type only labels the bytes, which are never converted.
 
         A list may contain both overwire's and nvCOMP's streams.
 
@@ -269,7 +269,7 @@ class Codec:
         shapes: list[onboard.Shape] | None,
         device: int,
     ) -> list[Array] | None:
-        """Decodes on a GPU; returns None if kernels do not support the streams. Raises _ForeignStreams."""
+        """Decodes on a GPU. Returns None if the kernels do not support the streams. Raises _ForeignStreams."""
         if self._algorithm and self._algorithm not in gpu.algorithms():
             return None
         stream = self._stream_for(device)
@@ -284,7 +284,7 @@ class Codec:
             and self._algorithm != "X16"
             and self._may_ask()
         ):
-            # A sized stream of nvCOMP is only detected by decoding, so wait for the result.
+            # Only decoding shows whether nvCOMP wrote a sized stream, so this waits for the result.
             errors = [array._pending_error() for array in results]
             at = [i for i, error in enumerate(errors) if isinstance(error, CorruptError)]
             if at:
@@ -295,7 +295,7 @@ class Codec:
         return results
 
     def _sources_on(self, sources: list[Array], device: int) -> list[Array] | None:
-        """Returns the sources on a device, and copies them there if needed."""
+        """Returns the sources on a device. Copies sources that are elsewhere."""
         there = []
         where = (2, device)
         for a in sources:
@@ -309,7 +309,7 @@ class Codec:
         return there
 
     def _stream_for(self, device: int) -> int:
-        """Returns the stream for this Codec's work: its own, else torch's current stream."""
+        """Returns the stream for this Codec's work: its `cuda_stream`, or torch's current stream by default."""
         return self._stream if self._stream is not None else gpu.current_stream(device)
 
     def _run_on_host(
@@ -331,7 +331,7 @@ class Codec:
                 need = self._bytes_needed(op, hosts, spans)
             into = [placing.span_of(o, need[i] if need else 0) for i, o in enumerate(outs)]
         if streams.has_allocator("host") and device is None and None in into:
-            # Allocate the maximum that may be needed.
+            # Allocates the maximum that may be needed.
             need = need or self._bytes_needed(op, hosts, spans)
             into = [s if s is not None else streams.allocate("host", n) for s, n in zip(into, need, strict=True)]
         coded_buffers = codecs.run(
@@ -392,7 +392,7 @@ class Codec:
         return self._kwargs.get("ask_nvcomp", True) and original.usable()
 
     def _ask_nvcomp(self, found: _ForeignStreams) -> original.Original:
-        """Returns nvCOMP, to read its own streams. Without nvCOMP, raises overwire's error and names what is
+        """Returns nvCOMP for reading its own streams. Without nvCOMP, raises overwire's error with the name of what is
         missing."""
         if self._reader is None:
             if not self._may_ask():
@@ -466,7 +466,7 @@ class Codec:
         )
 
     def _peek_stream(self, array: Array) -> onboard.Shape | None:
-        """Reads the header of a stream on a GPU; None if only the host can read it."""
+        """Reads the header of a stream on a GPU. Returns None if only the host can read the header."""
         if self._device([array]) is None or array._strides is not None or not array._span.nbytes:
             return None
         there = array if array._device != streams.HOST else array._copy_to_device()
@@ -480,7 +480,7 @@ class Codec:
             return self._original.ask_size("get_max_comp_buffer_size", array)
         return self._max_sizes([array.buffer_size])[0]
 
-    get_max_compressed_buffer_size = get_max_comp_buffer_size  # the name in 5.3's release notes
+    get_max_compressed_buffer_size = get_max_comp_buffer_size  # the name in the release notes of nvCOMP 5.3
 
     def get_uncomp_buffer_size(self, source: Any) -> int:
         """Returns the number of bytes that a stream decodes to."""
@@ -526,8 +526,8 @@ class Codec:
             raise ValueError(f"the {kind.__name__} belongs to another Codec")
 
     def _device(self, sources: list[Array]) -> int | None:
-        """Returns the GPU for results: the Codec's, else the sources', else the current GPU. None without
-        a GPU: results stay on the host."""
+        """Returns the GPU for results: the Codec's `device_id`, or the sources' GPU, or the current GPU. Returns None
+        without a GPU; results then stay on the host."""
         if self._device_id is not None and self._device_id >= 0 and gpu.count():
             return self._device_id
         for a in sources:
@@ -560,8 +560,8 @@ def _algorithm_named(algorithm: str) -> str:
 
 
 def backends() -> dict[str, str]:
-    """Returns where each algorithm runs on this machine: "cpu", or with a GPU how its Arrays are decoded
-    and encoded. For nvCOMP's own algorithms it is "nvcomp VERSION", or names the missing wheel."""
+    """Returns where each algorithm runs on this machine: "cpu", or on a machine with a GPU, where its Arrays are
+    decoded and encoded. For nvCOMP's own algorithms the text is "nvcomp VERSION", or names the missing wheel."""
     places = {name: "cpu" for name in codecs.algorithms()}
     if gpu.count():
         for name in places:

@@ -61,7 +61,7 @@ def kind_of(data_type: Any) -> Kind:
 
 
 def elements(nbytes: int, kind: Kind) -> int:
-    """Returns the number of elements in nbytes. Raises ValueError if it is not a whole number."""
+    """Returns the number of elements in `nbytes` bytes. Raises ValueError if the number is not whole."""
     size = kind[1] * kind[2] // 8
     if nbytes % size:
         raise ValueError(f"{nbytes} bytes are not a whole number of elements of {kind[1]} bits")
@@ -78,7 +78,8 @@ def typestr(kind: Kind) -> str:
 
 
 def numpy_dtype(kind: Kind) -> Any:
-    """Returns the numpy dtype. For some kinds it comes from ml_dtypes; raises ImportError if that is not installed."""
+    """Returns the numpy dtype of a kind. Raises ImportError if the dtype comes from ml_dtypes and that is not
+    installed."""
     import numpy
 
     name = _NAMES.get(kind)
@@ -90,11 +91,11 @@ def numpy_dtype(kind: Kind) -> Any:
 
 
 def safetensors_name(kind: Kind) -> str | None:
-    """Returns the dtype for X16, or None if X16 must detect it."""
+    """Returns the safetensors dtype of a kind for X16, or None if X16 must detect the dtype."""
     return _SAFETENSORS.get(kind)
 
 
 def integers_name(kind: Kind) -> str:
-    """Returns the dtype for Cascaded: integers of the element's size."""
+    """Returns the safetensors dtype for Cascaded: integers of the element's size."""
     code, bits, lanes = kind
     return f"{'I' if code == 0 else 'U'}{bits}" if bits in (8, 16, 32, 64) and lanes == 1 else "U8"

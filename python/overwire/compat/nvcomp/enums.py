@@ -6,7 +6,8 @@ from enum import Enum
 
 
 class _Number(Enum):
-    """The base of enumerations. A member only equals itself, but hashes and converts like its number."""
+    """The base of the enumerations. A member equals only itself, but has its number's hash, and int() returns the
+    number."""
 
     def __int__(self) -> int:
         return int(self.value)
@@ -66,7 +67,7 @@ class ExecutionPolicy(_Number):
 
 
 class BitcompMode(_Number):
-    """Bitcomp: lossless or lossy."""
+    """Whether Bitcomp is lossless or lossy."""
 
     BITCOMP_LOSSLESS = 0
     BITCOMP_LOSSY_FP_TO_SIGNED = 1
@@ -74,20 +75,20 @@ class BitcompMode(_Number):
 
 
 class CascadedMode(_Number):
-    """Cascaded: whether to optimize compression or decompression."""
+    """Whether Cascaded optimizes compression or decompression."""
 
     ASYMMETRIC = 1
     SYMMETRIC = 2
 
 
 class CascadedCoarseGrainedEncoding(_Number):
-    """Cascaded: encodings of whole chunks."""
+    """The encodings of whole chunks in Cascaded."""
 
     NONE = 0
 
 
 class CascadedFineGrainedEncoding(_Number):
-    """Cascaded: encodings inside chunks."""
+    """The encodings inside chunks in Cascaded."""
 
     NONE = 0
     DELTA = 1
@@ -96,7 +97,7 @@ class CascadedFineGrainedEncoding(_Number):
 
 
 class CascadedTerminalCodec(_Number):
-    """Cascaded: the last step."""
+    """The last step of Cascaded."""
 
     UNSPECIFIED = 0
     CASCADED_BITPACK = 1

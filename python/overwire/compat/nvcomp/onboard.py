@@ -1,6 +1,6 @@
-"""Decodes and encodes on a GPU with kernels, on the caller's CUDA stream. Compressed streams to decode are
-on the GPU or are copied there unchanged. Decoding does not wait if the caller passes the sizes of the
-contents. X16 encoding waits once, for the compressed sizes."""
+"""Decodes and encodes on a GPU with kernels, on the caller's CUDA stream. Compressed streams that are on the host are
+copied to the GPU unchanged. Decoding does not wait if the caller passes the sizes of the contents. X16 encoding waits
+once, for the compressed sizes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .placing import check_out
 # The content of one stream: its size, the bytes of a chunk, and the algorithm.
 Shape = tuple[int, int, str]
 
-# The maximum chunk of overwire's encoders. The other constant is the maximum number of content bytes per stream byte.
+# _MOST_CHUNK: the largest chunk of overwire's encoders. _RATIO: the most content bytes per stream byte.
 _MOST_CHUNK = 16 << 20
 _RATIO = {"LZ4": 255, "Snappy": 32, "Cascaded": 512, "X16": 1 << 20}
 
@@ -57,7 +57,7 @@ def decode(
 ) -> list[Array] | None:
     """Queues the decoding of Arrays that are on the device, and returns Arrays for their
     contents. Returns None, without decoding, if kernels do not support the compressed streams.
-    If `shapes` is None, it first reads the headers of these streams, and waits for that.
+    If `shapes` is None, the function first reads the headers of these streams, and waits for them.
 
     Raises ValueError if an `out` is too small or read-only.
     """
@@ -85,7 +85,7 @@ def decode(
             raise ValueError(f"{size} bytes are not a whole number of elements of {kind[1]} bits")
         out = None if outs is None else outs[i]
         if out is not None and out._fits_content(size, kind, where):
-            result = out  # the fast path
+            result = out  # decodes into `out` without a copy
         elif out is not None and not out._native and out._device != where:
             return None
         else:
@@ -106,7 +106,7 @@ def decode(
     )
     for i, result in enumerate(outputs):
         result._stream = result._joined = stream
-        # A source from another stream must stay alive until it is read.
+        # A source that belongs to another stream must stay alive until it is read.
         result._pending = Later(batch, i, sources[i] if after else None)
     return outputs
 
@@ -120,8 +120,8 @@ def encode(
     device: int,
     stream: int,
 ) -> list[Array] | None:
-    """Encodes Arrays on the device to X16. names: their safetensors dtypes, or None. Returns None
-    if kernels do not support it."""
+    """Encodes Arrays on the device to X16. names: the safetensors dtype of each Array, or None. Returns None if the
+    kernels do not support an Array."""
     native = bitstream == "native"
     contents = []
     sources = []
@@ -159,7 +159,7 @@ def encode(
     return outputs
 
 
-# The size in bytes of the sample that selects a transform if the type does not select one.
+# The bytes of the sample from which a transform is chosen if the type does not determine it.
 _SAMPLE = 256 << 10
 
 
@@ -179,8 +179,9 @@ def _transform_of(array: Array, name: str | None, device: int, stream: int) -> i
 
 
 def _output_for(given: Array | None, size: int, kind: Kind, device: int, stream: int, exact: bool = True) -> Array:
-    """Returns the Array for a content, new or in the memory of `given`. If that memory is too small, a native `given`
-    gets new memory, and any other `given` raises ValueError, unless exact=False: size is then only an upper bound."""
+    """Returns the Array for a content: a new Array, or one in the memory of `given`. If that memory is too small, a
+    `given` that a Codec made gets new memory. Any other `given` raises ValueError if `exact` is set. Otherwise size is
+    only an upper bound."""
     if given is None:
         return Array._of(streams.gpu_memory(size, device, stream), size, kind, (2, device), stream)
     check_out(given)
@@ -203,7 +204,7 @@ def _output_for(given: Array | None, size: int, kind: Kind, device: int, stream:
 
 
 def _aligned_to(array: Array, step: int, lead: int, device: int, stream: int) -> Array:
-    """Returns an Array that begins `lead` bytes before a multiple of `step`: `array`, or a copy."""
+    """Returns `array` if it begins `lead` bytes before a multiple of `step`, otherwise a copy that does."""
     if (array._span[0] + lead) % step == 0:
         return array
     nbytes = array._span.nbytes

@@ -1,6 +1,6 @@
 """Calls an installed nvCOMP, through its Python API, for formats that only nvCOMP supports.
 
-nvCOMP is only imported when it is needed, and is not a dependency.
+nvCOMP is imported when it is first needed, and is not a dependency.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _impl: Any = None
 
 
 def _newest_wheel() -> metadata.Distribution | None:
-    """Returns the wheel for torch's CUDA version if torch is imported, else the newest."""
+    """Returns the wheel for torch's CUDA version if torch is imported, otherwise the newest wheel."""
     torch = sys.modules.get("torch")
     cuda = str(getattr(getattr(torch, "version", None), "cuda", None) or "").split(".")[0]
     for wheel in sorted(_WHEELS, key=lambda name: not name.endswith("cu" + cuda)):
@@ -41,7 +41,7 @@ def _newest_wheel() -> metadata.Distribution | None:
 
 
 def _why_unfit(version: str) -> str | None:
-    """Returns why a version of nvCOMP cannot be used; None if it can."""
+    """Returns why a version of nvCOMP cannot be used, or None if it can."""
     major = int(version.split(".")[0])
     if major < _OLDEST:
         return f"nvCOMP {version} is too old: expected {_OLDEST} or later"
@@ -60,12 +60,12 @@ def backend() -> str:
 
 
 def usable() -> bool:
-    """Returns whether nvCOMP can be called: it is installed, and there is a GPU."""
+    """Returns whether nvCOMP can be called, because it is installed and there is a GPU."""
     return gpu.count() > 0 and backend().startswith("nvcomp ")
 
 
 def hinted(error: OverwireError) -> OverwireError:
-    """Adds a hint to an error about what nvCOMP needs to read the stream."""
+    """Returns an error with a hint about what nvCOMP needs to read the stream."""
     lacks = backend() if gpu.count() else f"needs a GPU and the wheel {' or '.join(_WHEELS)}"
     text = f"{error}; if nvCOMP wrote this stream, only nvCOMP can read it ({lacks.removeprefix('none: ')})"
     return type(error)(text, chunk=error.chunk, offset=error.offset)
@@ -84,12 +84,12 @@ def _load_codec(algorithm: str) -> Any:
     wrong = _why_unfit(wheel.version)
     if wrong:
         raise NotSupportedError(f"overwire: nvcomp: {algorithm} is nvCOMP's own: {wrong}")
-    # A process can load the extension only once. Use it if it is loaded as nvidia.nvcomp.
+    # A process can load the extension only once, so this uses the one that is loaded as nvidia.nvcomp, if any.
     try:
         module = getattr(import_module("nvidia.nvcomp"), "nvcomp_impl", None)
     except ImportError:
         module = None
-    if module is None:  # this package may be installed under that name: load the extension from its file
+    if module is None:  # overwire may be installed under that name, so the extension is loaded from its file
         tag = f"nvcomp_impl.cpython-{sys.version_info[0]}{sys.version_info[1]}-"
         file = next((f for f in wheel.files or () if f.name.startswith(tag)), None)
         if file is None:
@@ -105,7 +105,7 @@ def _load_codec(algorithm: str) -> Any:
 
 
 class Original:
-    """nvCOMP's own Codec. Threads may share it: a lock admits one thread at a time.
+    """nvCOMP's own Codec. Threads may share it, because a lock admits one thread at a time.
 
     algorithm: the name in errors. kwargs: arguments of nvCOMP's Codec. verifies: whether nvCOMP compares checksums.
 
@@ -128,13 +128,13 @@ class Original:
         return self.impl.as_arrays(arrays) if many else arrays[0]
 
     def ask_size(self, verb: str, array: Array) -> int:
-        """Calls one of nvCOMP's size methods for one Array."""
+        """Calls nvCOMP's size method `verb` for one Array."""
         return int(getattr(self.codec, verb)(self.to_theirs([array], False)))
 
     def run(
         self, verb: str, sources: Sequence[Array], many: bool, *args: Any, outs: Sequence[Any] | None, **configs: Any
     ) -> Any:
-        """Encodes or decodes with nvCOMP, and waits for it, because the copies made for it are freed on
+        """Encodes or decodes with nvCOMP, and waits for the result, because the copies that it reads are freed on
         return. The resulting Arrays keep nvCOMP's Arrays and its Codec alive."""
         options = {name: value for name, value in configs.items() if value is not None}  # new in nvCOMP 5.2
         with self._lock:
@@ -149,8 +149,8 @@ class Original:
         return BatchArray(arrays) if many else arrays[0]
 
     def _take_array(self, made: Any, batch: Any) -> Array:
-        """Wraps one of nvCOMP's Arrays and keeps it alive. nvCOMP's DLPack capsules and array interfaces
-        do not keep it alive."""
+        """Wraps one of nvCOMP's Arrays and keeps it alive, because nvCOMP's DLPack capsules and array interfaces do
+        not."""
         interface = made.__cuda_array_interface__
         address = int(interface["data"][0] or 0)
         if address == 0:

@@ -54,15 +54,15 @@ def prepare_outputs(out: Any, many: bool, sources: list[Array], stream: int) -> 
 
 
 def with_kind(made: Any, kind: Kind) -> Any:
-    """Sets the element type of Arrays of bytes, or of a batch of them."""
+    """Sets the element type of an Array of bytes, or of each Array of a batch."""
     for array in made if isinstance(made, BatchArray) else [made]:
         array._kind, array._shape, array._strides = kind, (elements(array.buffer_size, kind),), None
     return made
 
 
 def span_of(array: Array | None, need: int) -> codecs.Span | None:
-    """Returns the memory of an `out`. None means new memory: without an `out`, for a Codec's own Array that
-    is too small, and if the result is copied to a GPU."""
+    """Returns the memory of an `out`, or None if new memory is needed: without an `out`, for a Codec's own Array that
+    is too small, and for a result that is then copied to a GPU."""
     if array is None:
         return None
     check_out(array)

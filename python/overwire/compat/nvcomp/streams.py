@@ -15,7 +15,7 @@ HOST = (1, 0)
 
 
 class CudaStream:
-    """A CUDA stream: `borrow` views an existing one, `make_new` makes and owns one."""
+    """A CUDA stream. `borrow` returns a view of an existing stream, and `make_new` makes a new stream."""
 
     __slots__ = ("__weakref__", "_device", "_ptr")
     _device: int
@@ -32,16 +32,16 @@ class CudaStream:
 
     @staticmethod
     def borrow(cuda_stream: int, device_idx: int = -1) -> CudaStream:
-        """Returns a view of a stream. device -1 means the current device. Raises RuntimeError without a GPU, and
-        ValueError for a
-        device that does not exist or a stream of another device. The special streams belong to every device."""
+        """Returns a view of a stream. device_idx=-1 means the current device. Raises RuntimeError without a GPU, and
+        ValueError for a device that does not exist or a stream of another device. The special streams belong to every
+        device."""
         device = _device("CudaStream.borrow", device_idx)
         check_device(int(cuda_stream), device)
         return CudaStream._from_number(int(cuda_stream), device)
 
     @staticmethod
     def make_new(device_idx: int = -1) -> CudaStream:
-        """Makes a stream, which is freed with its last reference. Raises the errors of `borrow`."""
+        """Makes a stream, which is freed when its last reference is dropped. Raises the errors of `borrow`."""
         device = _device("CudaStream.make_new", device_idx)
         stream = CudaStream._from_number(gpu.stream_new(device), device)
         weakref.finalize(stream, gpu.stream_free, stream._ptr, device).atexit = False
@@ -49,12 +49,12 @@ class CudaStream:
 
     @property
     def device(self) -> int:
-        """The number of the stream's device; -1 for the stream of a host allocator."""
+        """The number of the stream's device, or -1 for the stream of a host allocator."""
         return self._device
 
     @property
     def is_special(self) -> bool:
-        """Whether it is the default, legacy or per-thread stream."""
+        """Whether this is the default, legacy or per-thread stream."""
         return self._ptr in _SPECIAL
 
     @property
@@ -104,13 +104,13 @@ def set_device_allocator(allocator: Allocator | None = None) -> None:
 
 
 def set_pinned_allocator(allocator: Allocator | None = None) -> None:
-    """Like `set_device_allocator`, for the memory into which `Array.cpu` copies from a GPU."""
+    """Sets the allocator of the memory into which `Array.cpu` copies from a GPU, like `set_device_allocator`."""
     _set_allocator("pinned", allocator)
 
 
 def set_host_allocator(allocator: Allocator | None = None) -> None:
-    """Like `set_device_allocator`, for host Arrays that a Codec makes. The allocator's stream
-    has no device: `ptr` 0, `device` -1."""
+    """Sets the allocator of host Arrays that a Codec makes, like `set_device_allocator`. The stream that it gets has no
+    device: `ptr` is 0, and `device` is -1."""
     _set_allocator("host", allocator)
 
 

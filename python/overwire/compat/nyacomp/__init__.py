@@ -6,7 +6,7 @@ cannot change, see `overwire.compat`.
 Intended differences:
 
 - Tied tensors, views, strides, parameters and all dtypes are preserved.
-- `compress` does not change the caller's model, and a stale file in nya/ is never used.
+- `compress` does not change the caller's model. A stale file in nya/ is never used.
 - Nothing is printed, and nothing is written outside the bundle's folder. No module is hidden from import.
 - Variables with invalid values cause warnings.
 - Bundles are overwire's own: one container, with manifests in nyacomp's form.
@@ -95,7 +95,7 @@ decompressor = bundles.decompressor
 
 @contextlib.contextmanager
 def timer(msg: str) -> Iterator[None]:
-    """Logs the duration of its block at DEBUG."""
+    """Logs the duration of its block at level DEBUG."""
     start = time.perf_counter()
     try:
         yield
@@ -114,7 +114,7 @@ def empty_cache() -> None:
 
 @contextlib.contextmanager
 def cleanup() -> Iterator[None]:
-    """Runs `empty_cache` after its block. Logs torch's GPU memory before and after at DEBUG."""
+    """Runs `empty_cache` after its block. Logs torch's GPU memory before and after the block at level DEBUG."""
     before = _reserved()
     try:
         yield
@@ -134,6 +134,6 @@ def _reserved() -> int:
 
 
 def with_cleanup(path: PathLike) -> None:
-    """Loads a bundle and frees it again, to time it."""
+    """Loads a bundle and frees it again, to measure the time."""
     with cleanup():
         load_compressed_pickle(path)

@@ -1,8 +1,9 @@
 """Implements nyacomp's extension module `_nyacomp`, which stores each tensor in a file.
 
-A file with a name that ends in "raw" is plain bytes. Other files are overwire containers with one tensor; nvCOMP's
-files are also read (see `hlif`). Results are writable torch tensors, each in its own memory. As in nyacomp they are on
-the first GPU if torch finds one, otherwise on the host. Importing this module does not import torch and starts no work.
+A file with a name that ends in "raw" is plain bytes. Other files are overwire containers with one tensor. nvCOMP's
+files can also be read (see `hlif`). Results are writable torch tensors, each in its own memory. As in nyacomp, they are
+on the first GPU if torch finds a GPU, otherwise on the host. Importing this module does not import torch and starts no
+work.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ __version__ = overwire.__version__
 def compress(data: Any, filename: str | os.PathLike[str], algo: int = 0) -> int:
     """Compresses bytes into a file, which is replaced atomically.
 
-    Samples of the bytes show which dtype to compress them as. In nyacomp, `algo` (0, 1 or 2)
+    The dtype for compression is chosen from samples of the bytes. In nyacomp, `algo` (0, 1 or 2)
     selects one of nvCOMP's settings; here it has no effect.
 
     Returns the file's size, which may be larger than the data.
@@ -51,7 +52,7 @@ def compress(data: Any, filename: str | os.PathLike[str], algo: int = 0) -> int:
 _KINDS = {1: ("BF16", 2), 2: ("F16", 2), 3: ("F32", 4), 4: ("F8_E4M3", 1), 5: ("F8_E5M2", 1)}
 
 
-# The metadata key of a tensor's digest, by which other files refer to the tensor.
+# The metadata key for a tensor's digest. Other files refer to the tensor by its digest.
 _DIGEST = "overwire.digest"
 
 
@@ -65,8 +66,8 @@ def write_tensor(tensor: Any, filename: str | os.PathLike[str], digest: str | No
 class CompressedFile:
     """A tensor file and the description of its tensor. The first five arguments may be positional.
 
-    The file is opened when it is decompressed. digest: the tensor's digest. If it is given, decompressing
-    a file with another digest, or without one, raises CorruptError."""
+    The file is opened when it is decompressed. digest: the tensor's digest. If it is given, decompressing a file with
+    another digest or without a digest raises CorruptError."""
 
     __slots__ = ("compressed_size", "decompressed_size", "digest", "dtype", "filename", "shape")
 
@@ -107,8 +108,8 @@ def decompress(filename: str | os.PathLike[str], shape: Sequence[int], dtype: st
 def batch_decompress(files: Sequence[CompressedFile], assignments: Sequence[Sequence[int]]) -> list[Any]:
     """Returns the tensors of all files, in the order of files.
 
-    assignments: positions in files for each thread, in any number of bins. They are checked
-        and otherwise ignored: each worker takes the next file.
+    assignments: positions in files for each thread, in any number of bins. The assignments are checked but not used,
+        because each worker takes the next file.
 
     Raises ArgumentError for invalid assignments, FormatError for wrong sizes (before anything is allocated),
     NotFoundError, CorruptError, and NotSupportedError for nvCOMP formats that only nvCOMP can read.
@@ -135,13 +136,13 @@ class AsyncDecompressor:
     _preload: overwire.Preload | None = None
 
     def __init__(self, csv_path: str | os.PathLike[str], *, start: bool = True) -> None:
-        """start: False if a preload of the meta.csv is already running; `get` then attaches to it."""
+        """Starts loading. start: False if a preload of the meta.csv is already running; `get` then attaches to it."""
         #: The absolute path or the URI of the meta.csv.
         self.path = os.fspath(csv_path) if "://" in os.fspath(csv_path) else os.path.abspath(csv_path)
         self._lock = new_lock()
         self._tensors: list[Any] | None = None
         if start:
-            with contextlib.suppress(overwire.OverwireError):  # get() raises it again
+            with contextlib.suppress(overwire.OverwireError):  # get() raises the error again
                 self._preload = overwire.preload(self.path)
 
     def get(self) -> list[Any]:
@@ -153,7 +154,7 @@ class AsyncDecompressor:
             return list(self._tensors)
 
     def take(self) -> list[Any]:
-        """Like `get`, but the caller becomes the only owner: the tensors are not kept, and a later call loads again."""
+        """Returns the same as `get`, but does not keep the tensors, so a later call loads again."""
         with self._lock:
             tensors, self._tensors = self._tensors, None
             return _read_entries(_parse_entries(self.path), self._preload) if tensors is None else tensors
@@ -172,8 +173,8 @@ def _parse_entries(csv_path: str) -> list[_Entry]:
 
 
 def _place(filename: str, manifest: manifests.Manifest | None = None) -> str:
-    """Returns the current location of a listed file. Searches as overwire does for containers,
-    first next to the csv. With DOWNLOAD a listed URL is always used.
+    """Returns the current location of a listed file. The file is searched like a container, first next to the csv. With
+    DOWNLOAD, a listed URL is always used.
 
     A csv from a URL may name files next to it, and URLs on its own server or on HOST, but no
     local files and no other servers. Raises FormatError."""
@@ -202,7 +203,7 @@ def _sibling(filename: str, csv_path: str) -> str:
 
 
 def device() -> str:
-    """Returns the device for tensors: the first GPU if torch finds one, else the host."""
+    """Returns the device for tensors: the first GPU if torch finds a GPU, otherwise the host."""
     torch = imported("torch")
     return "cuda:0" if torch is not None and torch.cuda.is_available() else "cpu"
 
@@ -217,8 +218,8 @@ def _dtype(name: str, place: str) -> Any:
 
 
 def _read_entries(entries: list[_Entry], preload: overwire.Preload | None, sizes: bool = True) -> list[Any]:
-    """Loads the tensors of all entries. Checks headers and sizes first, then loads all containers in
-    one call, which uses the preload if it has the same files. sizes: whether the listed sizes must match the files."""
+    """Loads the tensors of all entries. First checks headers and sizes. Then loads all containers in one call, which
+    uses the preload if that has the same files. sizes: whether the listed sizes must match the files."""
     if sizes and preload is None and (settings.text("OVERWIRE_DOWNLOADER") or settings.text("DOWNLOADER_PATH")):
         with _brought(entries) as there:
             return _tensors(there, None)
@@ -273,7 +274,7 @@ def _tensors(entries: list[_Entry], preload: overwire.Preload | None) -> list[An
         if not isinstance(names, list):
             tensors.append(_shaped(names(entry), entry))
             continue
-        # Files may have equal tensor names, for instance copies. Load these one by one.
+        # Files with equal tensor names, such as copies, are loaded one by one.
         source = by_name or overwire.load_file(entry.place, framework="pt", device=device())
         if _is_bundle(entry):
             tensors += [source.pop(name) for name in names]
@@ -288,7 +289,7 @@ def _is_bundle(entry: _Entry) -> bool:
 
 
 def _check(entry: _Entry) -> list[str] | Callable[[_Entry], Any]:
-    """Returns the names in a container, or for another file the function that reads its bytes. Only reads headers."""
+    """Returns the names in a container, or for any other file the function that reads its bytes. Only reads headers."""
     file, place = entry.file, entry.place
     if _is_bundle(entry):
         (source,) = overwire.inspect(place)["sources"]
@@ -321,7 +322,7 @@ def _check(entry: _Entry) -> list[str] | Callable[[_Entry], Any]:
     except overwire.FormatError:
         if "://" not in place or file.digest is not None:
             raise
-        return _foreign  # an invalid file is detected after the download
+        return _foreign  # an invalid file is detected after its download
     rows = source["tensors"]
     if file.digest is not None and (source.get("metadata") or {}).get(_DIGEST) != file.digest:
         raise overwire.CorruptError(

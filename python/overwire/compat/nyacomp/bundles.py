@@ -23,7 +23,7 @@ DEFAULT_META = "data/nya/meta.csv"
 
 
 def compress(model: Any, path: PathLike = DEFAULT, *, empty: bool = False) -> float:
-    """Saves a module, a pipeline or a state dict; returns stored / original bytes.
+    """Saves a module, a pipeline or a state dict. Returns stored / original bytes.
 
     Writes the pickle to `path`, its tensors to nya/, and meta.csv, metadata.pkl and
     merged_tensors.csv to both folders. UNCOMPRESSED stores plain bytes.
@@ -39,8 +39,8 @@ def compress(model: Any, path: PathLike = DEFAULT, *, empty: bool = False) -> fl
 
 
 def compress_pickle(obj: Any, path: PathLike = DEFAULT, algo: int = 0) -> float:
-    """Like `compress`, for any object. In nyacomp, `algo` (0, 1 or 2) selects one of
-    nvCOMP's settings; here it has no effect."""
+    """Saves any object, like `compress`. In nyacomp, `algo` (0, 1 or 2) selects one of nvCOMP's settings; here it has
+    no effect."""
     settings.check_algo(algo)
     return _save_listed(obj, path, False)
 
@@ -75,7 +75,7 @@ def get_pipeline_params(pipeline: Any) -> list[Any]:
     params = []
     attributes = getattr(pipeline, "__dict__", {})
     for name in pipeline.config:
-        # diffusers warns about a key that is not a component.
+        # diffusers warns if getattr is called with a key that is not a component.
         part = attributes.get(name) or (getattr(pipeline, name, None) if hasattr(type(pipeline), name) else None)
         if isinstance(part, torch.nn.Module) and not name.startswith("_"):
             params += list(part.parameters())
@@ -93,9 +93,9 @@ def tensor_bytes(tensor: Any) -> bytes:
 
 
 def compress_parameter(param: Any, path: PathLike, algo: int = 0) -> tuple[dict[str, Any], int, int]:
-    """Writes one tensor to `path` (".gz"). If plain bytes are smaller, UNCOMPRESSED is set, or
-    containers lack its dtype, writes plain bytes to the same name with ".raw". An existing file is
-    replaced regardless of RECOMPRESS. The tensor does not change.
+    """Writes one tensor to `path` (".gz"). If plain bytes are smaller, UNCOMPRESSED is set, or containers lack the
+    tensor's dtype, writes plain bytes to the same name with ".raw" instead. An existing file is replaced regardless of
+    RECOMPRESS. The tensor does not change.
 
     Returns the dict for `to_csv`, the tensor's bytes, and the file's bytes.
     """
@@ -126,14 +126,14 @@ decompressor: _nyacomp.AsyncDecompressor | None = None
 
 
 def start_preload() -> None:
-    """Starts the preload when this package is imported. Does nothing without PRELOAD_PATH and
-    without a file at its default path."""
+    """Starts the preload when this package is imported. Does nothing if PRELOAD_PATH is not set and no file is at its
+    default path."""
     global decompressor
     if any(map(settings.flag, ("OVERWIRE_NO_PRELOAD", "NO_PRELOAD", "LOAD_UNCOMPRESSED"))):
         return
     path = settings.text("PRELOAD_PATH")
     if path.endswith(".csv"):
-        # Importing overwire has started it; get() attaches to it.
+        # Importing overwire has started the preload, and get() attaches to it.
         decompressor = _nyacomp.AsyncDecompressor(path, start=False)
     elif not path and os.path.exists(DEFAULT_META):
         start = False
@@ -168,13 +168,13 @@ def _load_pickle(path: PathLike) -> Any:
 
 
 def _listed(path: PathLike) -> list[Any] | None:
-    """Returns the files in the manifest of a bundle, or in the manifest at PRELOAD_PATH; None without a manifest."""
+    """Returns the files in the manifest of a bundle, or in the one at PRELOAD_PATH, or None without a manifest."""
     meta = manifests.find(path, manifests.META) or settings.text("PRELOAD_PATH")
     return manifests.read_csv(meta).rows if meta else None
 
 
 def _remote(path: PathLike) -> str | None:
-    """Returns the URL of a bundle's container if DOWNLOAD is set, else None."""
+    """Returns the URL of a bundle's container if DOWNLOAD is set, otherwise None."""
     rows = _listed(path) or [] if settings.flag("DOWNLOAD") else []
     urls = [row.filename for row in rows if "://" in row.filename and row.filename.endswith(".safetensors")]
     return urls[0] if len(urls) == len(rows) == 1 else None
@@ -238,9 +238,9 @@ def get_args(path: PathLike) -> tuple[list[_nyacomp.CompressedFile], list[list[i
 
 
 def get_tensors(path: PathLike) -> list[Any]:
-    """Returns the stored (merged) tensors of the bundle at `path`. They come from the preload if that has loaded this
-    bundle. Otherwise they are read now, with the bundle's meta.csv (or metadata.pkl if PYTHON_ARGS is
-    set), or with PRELOAD_PATH if there is no meta.csv."""
+    """Returns the stored (merged) tensors of the bundle at `path`. They come from the preload if it has loaded this
+    bundle. Otherwise they are read now. The files are listed in the bundle's meta.csv (or metadata.pkl if PYTHON_ARGS
+    is set), or at PRELOAD_PATH if there is no meta.csv."""
     return _stored(path, keep=True)
 
 

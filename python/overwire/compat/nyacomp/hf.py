@@ -1,9 +1,9 @@
-"""Compresses and loads checkpoints of Hugging Face's libraries, with each large tensor in its own file.
+"""Compresses and loads checkpoints of Hugging Face's libraries, with each large tensor in a separate file.
 
-For D/x.bin it writes D/nya/boneless_x.bin, a torch file with the state dict. In it a large tensor is {"shape", "dtype",
-"len", "len_compressed", "digest"}, with its data in D/nya/KEY.gz, and "meta" has the bins. The checkpoint itself stays.
-If checkpoints in the same folder have a key in common, they share its file, which has the tensor of the last one. The
-digest shows which one that is.
+For D/x.bin it writes D/nya/boneless_x.bin, a torch file with the state dict. In this file a large tensor is {"shape",
+"dtype", "len", "len_compressed", "digest"}, its data are in D/nya/KEY.gz, and "meta" has the bins. The checkpoint
+itself stays. Checkpoints in the same folder share the file of a key that they have in common. The file has the tensor
+of the last checkpoint, and the digest shows which checkpoint that is.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _PathLike = Union[str, "os.PathLike[str]"]
 
 
 def compress_model(model: str | None = None) -> float:
-    """Runs `compress_components` for every "*.bin" of a diffusers model in the user's cache.
+    """Runs `compress_components` on all "*.bin" files of a diffusers model in the user's cache.
     model: "runwayml/..." or the name of its folder; None means all models.
     Returns stored / original bytes."""
     cache = Path("~/.cache/huggingface").expanduser()
@@ -45,7 +45,7 @@ def compress_model(model: str | None = None) -> float:
 
 def compress_components(components: Iterable[_PathLike]) -> float:
     """Runs `compress_state_dict` for several checkpoints, and skips files that this function has written.
-    Returns stored / original bytes, 1.0 if there are no checkpoints."""
+    Returns stored / original bytes, or 1.0 if there are no checkpoints."""
     size = stored_size = 0
     for component in map(Path, components):
         if component.parent.name == "nya" or component.name.startswith("boneless"):
@@ -118,7 +118,7 @@ def _boneless(path: _PathLike) -> Path:
 
 
 def _file(folder: Path, key: str) -> Path:
-    # Keys are usually dotted names. Quoting keeps any other key inside the folder.
+    # Keys are usually dotted names. Quoting keeps the file of any other key inside the folder.
     return folder / f"{quote(key, safe=' ')}.gz"
 
 
@@ -138,7 +138,7 @@ def _read_boneless(boneless: Path) -> dict[str, Any]:
         ) from error
     except (overwire.OverwireError, PermissionError, MemoryError):
         raise
-    except Exception as error:  # even OSError, because torch seeks to offsets that it reads from the file
+    except Exception as error:  # also OSError, because torch seeks to offsets that it reads from the file
         reason = str(error).partition("\n")[0]
         raise overwire.FormatError(
             f"overwire: open {boneless}: compress_state_dict did not write this file: {reason:.200}",
@@ -154,7 +154,7 @@ def _is_row(row: dict[str, Any]) -> bool:
 
 
 def _read_layout(path: _PathLike) -> tuple[dict[str, Any], list[str], list[_nyacomp.CompressedFile]]:
-    """Returns the state dict without its bins, and the keys and files of its large tensors, largest first."""
+    """Returns the state dict without its bins, and the keys and files of its large tensors, the largest first."""
     boneless = _boneless(path)
     state = _read_boneless(boneless)
     state.pop("meta", None)
@@ -206,8 +206,8 @@ _toggled: dict[int, tuple[Any, list[_Toggle]]] = {}
 
 def toggle_patch(module: Any) -> None:
     """Patches a module (diffusers' or transformers' modeling_utils). Its `load_state_dict`, and its `safe_open` if it
-    has one, then load checkpoints that `compress_state_dict` has compressed, and read others as before. A second call
-    removes the patch, but leaves wrappers that another tool has put around it."""
+    has one, then load checkpoints that `compress_state_dict` has compressed, and read other checkpoints as before. A
+    second call removes the patch, but leaves wrappers that another tool has put around it."""
     if id(module) in _toggled:
         for toggle in _toggled.pop(id(module))[1]:
             toggle.on = False
@@ -231,7 +231,7 @@ class _Toggle:
     def __init__(self, name: str, original: Callable[..., Any], ours: Callable[..., Any]) -> None:
         self.name, self.original, self.on = name, original, True
 
-        @wraps(original, updated=())  # it may be a class
+        @wraps(original, updated=())  # `original` may be a class
         def either(*args: Any, **kwargs: Any) -> Any:
             file = args[0] if args else kwargs.get("checkpoint_file", kwargs.get("filename"))
             is_compressed = self.on and isinstance(file, (str, os.PathLike)) and _fresh(Path(file))
@@ -250,7 +250,7 @@ def _load_state_dict(checkpoint_file: _PathLike, *args: Any, **kwargs: Any) -> d
 
 
 def _shapes(path: _PathLike) -> dict[str, Any]:
-    # A state dict in which empty stand-ins replace the large tensors.
+    # Returns a state dict in which empty tensors replace the large ones.
     import torch
 
     state, keys, _ = _read_layout(path)
@@ -314,8 +314,8 @@ class _Slice:
 
 
 def _fresh(path: Path) -> bool:
-    # A checkpoint that was written after nya/ may have other tensors. Tools such as cp -p and rsync
-    # keep older modification times, so the status change times are compared as well.
+    # Returns whether nya/ is newer than the checkpoint, which may otherwise have other tensors. Tools such as cp -p and
+    # rsync keep older modification times, so the status change times are compared as well.
     boneless = _boneless(path)
     try:
         container, now = boneless.stat(), path.stat()

@@ -1,4 +1,4 @@
-"""Reads the files that nyacomp itself wrote: nvCOMP's high-level container.
+"""Reads files that nyacomp itself wrote, in nvCOMP's high-level container.
 
     0  u32 magic          4  u8 major, minor   6  u8 format
     8  u64 payload bytes  16 u64 plain bytes   24 u64 chunks
@@ -6,9 +6,9 @@
     48 u64 plain bytes of a chunk              56 u32 offset of the payload
     64 the format's own header; u64 offset, u64 bytes of each chunk; u32 checksums
 
-It is the container of nvCOMP 2.2, the last open-source release, except that the magic number is 0. Its GDeflate chunks
-are standard. nvCOMP does not publish its checksum algorithm, so checksums are not compared (nyacomp does not compare
-them either). A wrong byte is not noticed if its chunk can still be decoded, so compress such models again.
+This is the container of nvCOMP 2.2, the last open-source release, except that the magic number is 0. Its GDeflate
+chunks are standard. nvCOMP does not publish its checksum algorithm, so checksums are not compared (nyacomp does not
+compare them either). A wrong byte is not noticed if its chunk can still be decoded, so compress such models again.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class Header(NamedTuple):
 
 
 def parse(place: str, head: bytes, size: int) -> Header:
-    """Parses the first 64 bytes of a file of `size` bytes. Raises FormatError for other files,
-    NotSupportedError for formats that only nvCOMP can read."""
+    """Parses the first 64 bytes of a file of `size` bytes. Raises FormatError for other files, and NotSupportedError
+    for formats that only nvCOMP can read."""
     if len(head) >= _HEADER.size:
         magic, major, minor, kind, payload, plain, offset = _HEADER.unpack_from(head)
         if (
@@ -84,7 +84,7 @@ def decode(place: str, data: bytes, size: int) -> memoryview:
         RECOMPRESS,
     )
     try:
-        content = codecs.decode(data, header.format, verify=False)  # allocates at most what the stream can decode to
+        content = codecs.decode(data, header.format, verify=False)  # limits its memory itself
     except overwire.OverwireError as error:
         raise type(error)(f"overwire: decode {place}: {error}", source=place) from error
     if len(content) != size:

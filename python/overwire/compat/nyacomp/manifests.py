@@ -1,8 +1,8 @@
 """Reads and writes the manifests next to tensor files: meta.csv, metadata.pkl, merged_tensors.csv.
 
 docs/nyacomp.md describes meta.csv. metadata.pkl is a pickled list with a dict for each row (filename, shape, dtype,
-decompressed_size, compressed_size; {} for a tensor that was not stored), and the bins as last item. All three may be in
-nya/, as in nyacomp's code, or next to the pickle, as in its README.
+decompressed_size, compressed_size; {} for a tensor that was not stored), and the bins as the last item. All three may
+be in nya/, as in nyacomp's code, or next to the pickle, as in its README.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Manifest(_compat_api.Manifest):
 
 
 def bins_fit(bins: Sequence[Sequence[int]], count: int) -> bool:
-    """Returns whether bins only have positions of existing files, each at most once."""
+    """Returns whether the bins contain only positions of existing files, and each position at most once."""
     indices = [at for part in bins for at in part]
     return len(set(indices)) == len(indices) and all(0 <= at < count for at in indices)
 
@@ -82,7 +82,7 @@ def to_csv(meta: Sequence[Mapping[str, Any]], bins: Sequence[Sequence[int]], f: 
 
 
 def ints(i: Sequence[int]) -> str:
-    """Joins numbers with semicolons; "" for none."""
+    """Joins numbers with semicolons. Returns "" if there are none."""
     return ";".join(map(str, i))
 
 
@@ -110,7 +110,7 @@ def write(folder: Path, meta: Sequence[Mapping[str, Any]], bins: Sequence[Sequen
 
 
 def find(path: str | os.PathLike[str], name: str) -> Path | None:
-    """Returns a manifest of the bundle at `path`, from either folder; None if it is in neither."""
+    """Returns the path of a manifest of the bundle at `path`, in either folder, or None if neither has it."""
     folder = Path(path).absolute().parent
     for place in (folder / FOLDER / name, folder / name):
         if place.exists():
@@ -138,7 +138,7 @@ def _is_row(row: Mapping[str, Any]) -> bool:
 
 
 def read_metadata(path: str | os.PathLike[str]) -> tuple[list[dict[str, Any]], list[list[int]]]:
-    """Reads metadata.pkl of the bundle at `path`: the dicts, including {}, and the bins.
+    """Reads metadata.pkl of the bundle at `path`. Returns the dicts, including empty ones, and the bins.
 
     The pickle may only contain plain data. Raises NotFoundError, FormatError, UntrustedPickleError."""
     place = _beside(path, METADATA)

@@ -1,7 +1,7 @@
 """Stacks tensors of equal shape and dtype for storage, and splits the stacks again.
 
-overwire's own bundles do not need this, because small tensors share chunks there. It is for
-programs that call it and for bundles in nyacomp's layout.
+overwire's own bundles do not need this, because small tensors share chunks there. The module is for programs that call
+its functions, and for bundles in nyacomp's layout.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import overwire
 
 from . import partition, settings
 
-#: The default maximum bytes of a merged tensor. Servers commonly refuse larger uploads.
+#: The most bytes of a merged tensor by default. Servers commonly refuse larger uploads.
 LIMIT = 500 << 20
 
 
@@ -24,8 +24,8 @@ def tensor_size(tensor: Any) -> int:
 
 
 def split_into_bins(group: Sequence[Any], n_splits: int) -> list[list[Any]]:
-    """Splits a group into contiguous runs of nearly equal length, the longer ones first: 7 members
-    in 3 runs give 3, 2, 2. If there are more runs than members, the last runs are empty."""
+    """Splits a group into contiguous runs of nearly equal length, the longer ones first. For example, 7 members in 3
+    runs give runs of 3, 2 and 2. If there are more runs than members, the last runs are empty."""
     size, longer = divmod(len(group), n_splits)
     ends = [size * at + min(at, longer) for at in range(n_splits + 1)]
     return [list(group[start:end]) for start, end in zip(ends, ends[1:], strict=False)]
@@ -48,8 +48,8 @@ def _groups(tensors: Sequence[Any], limit: float) -> list[list[int]]:
 def merge_tensors(tensors: Sequence[Any], maxsize: float = 0) -> tuple[list[Any], str]:
     """Stacks tensors of equal shape and dtype along a new first dimension.
 
-    maxsize: the maximum bytes of a stack of several tensors; 0: an equal share for
-        each of NUM_THREADS threads, at least 500 MiB.
+    maxsize: the most bytes of a stack of several tensors; 0 means an equal share for each of NUM_THREADS threads, at
+        least 500 MiB.
 
     Returns the stacks, on the device of their tensors, and the text of merged_tensors.csv, with the
     positions of each stack's tensors in one line. `split_tensors` needs that text.
@@ -72,9 +72,9 @@ def _makespan(sizes: list[int]) -> int:
 
 
 def iterative_merge_tensors(tensors: Sequence[Any]) -> tuple[list[Any], str]:
-    """Runs `merge_tensors` with the limit that gives the smallest makespan: the default limit, or
-    one found by bisection between an equal share for each thread and twice that. The search uses only the sizes.
-    Tensors are copied once, at the end."""
+    """Runs `merge_tensors` with the limit that gives the smallest makespan: the default limit, or a limit found by
+    bisection between an equal share for each thread and twice this share. The search uses only the sizes. Tensors are
+    copied once, at the end."""
     if not tensors:
         return [], ""
     sizes = [tensor_size(tensor) for tensor in tensors]
@@ -98,8 +98,8 @@ def iterative_merge_tensors(tensors: Sequence[Any]) -> tuple[list[Any], str]:
 
 
 def split_tensors(tensors: Sequence[Any], info: str) -> list[Any]:
-    """Splits stacks into their tensors, in the order of their positions. Each tensor has its own memory. Its shape is
-    that of the stack without the first dimension.
+    """Splits stacks into their tensors, in the order of their positions. Each tensor has its own memory, and the
+    stack's shape without the first dimension.
 
     info: the text of merged_tensors.csv. Raises FormatError if it does not match the stacks.
     """

@@ -1,7 +1,7 @@
 """Assigns files to threads, in bins of nearly equal sums.
 
-overwire itself does not need this, because its workers take chunks as they come. It is for
-programs that call it, and for the first line of a meta.csv.
+overwire itself does not need this, because a worker takes the next chunk when it is free. The module is for programs
+that call its functions, and for the first line of a meta.csv.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def ffd_binpack(sizes: Sequence[int], capacity: float) -> list[list[int]]:
 
 
 def multifit_partition(sizes: Sequence[int], bins: int = 32, k: int = 20) -> list[list[int]]:
-    """Puts sizes into exactly `bins` bins, which may be empty. The makespan (the largest sum)
-    is no worse than that of MULTIFIT with `k` steps.
+    """Puts sizes into exactly `bins` bins, some of which may be empty. The makespan (the largest sum) is at most that
+    of MULTIFIT with `k` steps.
 
     Raises ValueError for fewer than one bin.
     """
@@ -46,7 +46,8 @@ def makespan(bins: Sequence[Sequence[int]]) -> int:
 
 
 def _multifit(sizes: Sequence[int], bins: int, k: int) -> list[list[int]]:
-    # Bisects the capacity for which first fit needs few enough bins; Coffman, Garey, Johnson 1978.
+    # Bisects for the smallest capacity with which first-fit decreasing needs at most `bins` bins (Coffman, Garey,
+    # Johnson 1978).
     mean, most = sum(sizes) / bins, max(sizes)
     low, high = float(max(int(mean), most)), float(max(2 * mean, most))
     best = ffd_binpack(sizes, high)
@@ -80,8 +81,8 @@ def to_idx(sizes: Sequence[int], bins: Sequence[Sequence[int]]) -> list[list[int
 
 
 def massage(sizes: Sequence[int], n_bins: int = 32) -> list[list[int]]:
-    """Distributes the positions in `sizes` over exactly `n_bins` bins. Each bin begins with its largest size. No
-    bin is empty while another has two positions."""
+    """Distributes the positions in `sizes` over exactly `n_bins` bins. Each bin begins with its largest size. No bin is
+    empty if another bin has two positions."""
     return [list(part) for part in _massage(tuple(sizes), n_bins)]
 
 

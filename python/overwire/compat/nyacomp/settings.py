@@ -1,8 +1,8 @@
 """Reads nyacomp's environment variables, and documents them.
 
-An invalid value is logged as a warning on the logger "overwire" and counts as not set. DEBUG, SILENT, NUM_THREADS,
-PRELOAD_PATH, NO_PRELOAD and LOAD_UNCOMPRESSED become settings of overwire itself once this package is imported.
-overwire warns about them, and its own variables take precedence (`overwire doctor --env`).
+A variable with an invalid value causes a warning on the logger "overwire", and counts as not set. DEBUG, SILENT,
+NUM_THREADS, PRELOAD_PATH, NO_PRELOAD and LOAD_UNCOMPRESSED become settings of overwire itself once this package is
+imported. overwire warns about them, and its own variables take precedence (`overwire doctor --env`).
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _FLAGS = (
     "SKIP_SETPIPE_SZ",
 )
 
-#: Variables that are checked but have no effect: overwire has one ring of slots for all threads,
-#: and no streams or buffers per thread. Maps each to (lowest, highest).
+#: Maps variables that are checked but have no effect to their lowest and highest value. They have no effect because
+#: overwire has one ring of slots for all threads, and no streams or buffers per thread.
 PASSED_OVER: dict[str, tuple[int, int]] = {
     "NUM_STREAMS": (1, 1 << 16),
     "CHUNK_SIZE": (9, 40),  # log2 of bytes
@@ -52,7 +52,7 @@ def flag(name: str) -> bool:
 
 
 def number(name: str, low: int, high: int) -> int | None:
-    """Returns a variable's number; None if it is not set or not a number in the range."""
+    """Returns a variable's number, or None if it is not set or is not a number in the range."""
     value = text(name)
     return int(value) if value.isdecimal() and low <= int(value) <= high else None
 
@@ -69,18 +69,18 @@ def num_threads() -> int:
 
 
 def host() -> str:
-    """Returns the prefix of file names in a manifest: HOST if DOWNLOAD is set, else nothing."""
+    """Returns the prefix of file names in a manifest: HOST if DOWNLOAD is set, otherwise nothing."""
     return text("HOST", "http://localhost:8080").rstrip("/") if flag("DOWNLOAD") else ""
 
 
 def check_algo(algo: int) -> None:
-    """Raises ArgumentError unless algo is one of nyacomp's values. They have no effect here."""
+    """Raises ArgumentError unless algo is one of nyacomp's values, which have no effect here."""
     if algo not in (0, 1, 2):
         raise ArgumentError(f"overwire: algo: expected 0, 1 or 2, got {algo!r}")
 
 
 def check() -> list[str]:
-    """Warns about every variable with an invalid value; returns the warnings."""
+    """Warns about every variable with an invalid value. Returns the warnings."""
     warnings = []
     for name in _FLAGS:
         if text(name) and text(name).lower() not in _YES | _NO:

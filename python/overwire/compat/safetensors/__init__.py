@@ -10,19 +10,18 @@ framework is installed.
 Intended differences:
 
 - Files that violate a rule of the format are refused, for example files with duplicate names.
-- The caller owns each tensor, which is never a view of a shared storage.
+- The caller owns each tensor. A tensor is never a view of a shared storage.
 - Saving replaces a file atomically.
 - A TensorSpec at address 0 is refused, where the original crashes.
-- Slices for numpy accept negative bounds and empty ranges; the original raises.
+- Slices for numpy accept negative bounds and empty ranges, for which the original raises an error.
 - numpy gets bfloat16 and the fp8 dtypes as ml_dtypes' types.
 - `device` may be a torch.device, `load` accepts any bytes-like object, and a file name may be
   any single path that `overwire.load_file` accepts.
 - `prefetch` also loads to the host, and its tensors have their own memory.
 - A TypeError names its argument in the message, as in 0.8, instead of in a note.
 
-Errors are the original's classes and begin with its words. `__cause__` is overwire's error,
-with file, tensor, chunk and offset. If the package safetensors is installed,
-`SafetensorError` is a subclass of that package's.
+Errors have the original's classes, and their messages begin with its words. `__cause__` is overwire's error, with file,
+tensor, chunk and offset. If the package safetensors is installed, `SafetensorError` is a subclass of that package's.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from overwire.compat.safetensors._frameworks import framework_of
 
 def functions(module: str, framework: str, to_numpy: Callable[[Any], Any]) -> tuple[Callable[..., Any], ...]:
     """Makes a framework's functions `save`, `save_file`, `load` and `load_file` for the module to export.
-    to_numpy: converts one of its tensors to an array."""
+    to_numpy: a function that converts one of the framework's tensors to an array."""
     make = framework_of(framework).make
 
     def save(tensors: dict[str, Any], metadata: dict[str, str] | None = None) -> bytes:

@@ -1,4 +1,4 @@
-"""Implements TensorSpec, serialize, serialize_file and deserialize, without a framework."""
+"""Implements TensorSpec, serialize, serialize_file and deserialize. None of them needs a framework."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ def serialize_file(tensor_dict: dict[str, TensorSpec], filename: Any, metadata: 
 
 
 def write(tensor_dict: dict[str, Any], filename: Any, metadata: dict[str, str] | None, *, compress: bool) -> None:
-    """Like `serialize_file`, for overwire's specs."""
+    """Writes a safetensors file from overwire's specs, like `serialize_file`."""
     from overwire._compat_api import save_bytes  # import it here, because reading does not need it
 
     _check(tensor_dict, metadata)
     path = os.fspath(filename)
     with writing():
         descriptions = [(name, spec.describe()) for name, spec in tensor_dict.items()]
-        # Do not touch other files in the folder: transformers writes the index of its shards after them.
+        # `beside` leaves other files in the folder unchanged, because transformers writes the index of its shards last.
         save_bytes(descriptions, path, metadata, compress=compress, beside=True)
 
 
@@ -68,8 +68,8 @@ def serialize(tensor_dict: dict[str, TensorSpec], metadata: dict[str, str] | Non
 
 
 def deserialize(bytes: bytes) -> list[tuple[str, dict[str, Any]]]:
-    """Returns the tensors in a file's bytes, plain or compressed, in file order: (name, {"dtype",
-    "shape", "data"}). data is a bytearray.
+    """Returns the tensors in a file's bytes, plain or compressed, in file order, as (name, {"dtype", "shape", "data"}).
+    data is a bytearray.
 
     Raises SafetensorError.
     """
@@ -83,7 +83,7 @@ def deserialize(bytes: bytes) -> list[tuple[str, dict[str, Any]]]:
 
 
 class BytesFile:
-    """A file over bytes, which can be read once. It returns views; `io.BytesIO` would copy."""
+    """A file over bytes, which can be read once. It returns views, whereas `io.BytesIO` would copy."""
 
     def __init__(self, data: memoryview) -> None:
         self._rest = data

@@ -10,12 +10,12 @@ import overwire
 
 _Base: Any = Exception
 with contextlib.suppress(ImportError):
-    # With this base class, `except` clauses for the package's class also catch ours.
+    # With this base class, `except` clauses for the installed package's class also catch this one.
     from safetensors import SafetensorError as _Base
 
 
 class SafetensorError(_Base):  # type: ignore[misc]
-    """A safetensors file, a name or a slice is invalid."""
+    """Raised if a safetensors file, a name or a slice is invalid."""
 
     __module__ = "overwire.compat.safetensors"
 
@@ -37,7 +37,7 @@ _WORDS = {
 
 
 def header_error(error: overwire.OverwireError, begin: str) -> SafetensorError:
-    """Makes an error with safetensors' text for a bad header, followed by overwire's."""
+    """Makes the error for a bad header, with safetensors' text followed by overwire's."""
     words = _WORDS.get(error.rule or "")
     if error.rule == "InvalidOffset":
         words = f"{words} `{error.tensor}`"
@@ -55,7 +55,7 @@ def not_contiguous(name: str) -> ValueError:
 
 
 def check(what: str, value: Any, kind: type) -> None:
-    """Raises the original's TypeError if an argument, or a part of one, is not a `kind`."""
+    """Raises the original's TypeError if an argument, or a part of an argument, is not a `kind`."""
     if not isinstance(value, kind):
         raise TypeError(f"argument '{what}': {type(value).__name__!r} object is not an instance of '{kind.__name__}'")
 

@@ -18,7 +18,7 @@ _DEVICES = ("cuda", "npu", "xpu", "xla", "mlu", "musa", "hpu")
 
 
 def _device(device: Any) -> str:
-    """Converts a device to the original's name: "cpu", "mps", "cuda:0" ..."""
+    """Converts a device to the name that the original uses: "cpu", "mps", "cuda:0" ..."""
     if device is None:
         return "cpu"
     if isinstance(device, int) and device >= 0:
@@ -43,7 +43,7 @@ class safe_open:
     of one of these. device: the device for tensors; only "pt" and "paddle" support devices other than "cpu". backend:
     "mmap" or "pread".
 
-    It is a context manager. Raises FileNotFoundError, SafetensorError.
+    The object is a context manager. Raises FileNotFoundError, SafetensorError.
     """
 
     __slots__ = ("_device", "_entries", "_file", "_framework", "_name", "_source", "_state")
@@ -76,7 +76,7 @@ class safe_open:
         return self
 
     def __exit__(self, _exc_type: Any, _exc_value: Any, _traceback: Any) -> None:
-        # Slices stay usable; dropping the last of them closes the file.
+        # Slices stay usable. Dropping the last slice closes the file.
         self._file = None
 
     def keys(self) -> list[str]:
@@ -128,7 +128,7 @@ class safe_open:
                 dtype, shape, begin = inner.get_dtype(), inner.get_shape(), end
                 end += inner.nbytes
                 entries[each] = dtype, shape, (begin, end)
-            self._entries = entries  # assign only the finished dict, because other threads may read it
+            self._entries = entries  # assigned when it is complete, because other threads may read it
         if name not in self._entries:
             raise SafetensorError(f"File does not contain tensor {name}")
         meta: TensorMeta = object.__new__(TensorMeta)
@@ -140,8 +140,10 @@ class safe_open:
     ) -> PrefetchLoader:
         """Starts to load tensors in the background, to a GPU or the host. Works only with framework="pt".
 
-        plan: maps names to None for the whole tensor, or to a slice of its rows with step 1; None: every tensor.
-        device: the device for the tensors; None: the file's. threads: ignored; the engine has its own threads.
+        plan: maps names to None for the whole tensor, or to a slice of its rows with step 1. By default every tensor is
+        loaded.
+        device: the device for the tensors, by default the device of this file object. threads: ignored, because the
+        engine has its own threads.
 
         Raises SafetensorError for tensors that it cannot load, and if the file has changed since it was opened.
         """
@@ -175,11 +177,11 @@ class _safe_open_handle(safe_open):
 
 
 class PySafeSlice(Internal):
-    """A tensor of an open file that is read when it is indexed.
+    """A tensor of an open file. It is read when it is indexed.
 
-    For "pt" it is indexed like a torch tensor, including lists, masks and errors. For ints, slices, `...` and None only
-    the needed block is read. For other frameworks an index has ints, slices with a positive step, and at most one
-    `...`; anything else raises SafetensorError.
+    For "pt", any index of a torch tensor can be used, including lists and masks, with torch's errors. For ints, slices,
+    `...` and None only the needed block is read. For other frameworks an index has ints, slices with a positive step,
+    and at most one `...`; anything else raises SafetensorError.
     """
 
     __slots__ = ("_device", "_file", "_framework", "_inner", "_name")
@@ -209,14 +211,14 @@ class PySafeSlice(Internal):
                 except (overwire.SliceError, overwire.NotSupportedError):
                     if not torch:
                         raise
-                    tensor = self._file.get_tensor(self._name)[index]  # torch indexes it, or raises
+                    tensor = self._file.get_tensor(self._name)[index]  # torch indexes the tensor, or raises its error
             else:
                 tensor = self._file.get_tensor(self._name)[index]
         return self._framework.make(tensor, self._device)
 
 
 def _basic(index: Any) -> bool:
-    """Returns whether overwire and torch treat an index alike."""
+    """Returns whether an index has the same effect in overwire and in torch."""
     for entry in index if isinstance(index, tuple) else (index,):
         if entry is None or entry is Ellipsis or type(entry) is int:
             continue

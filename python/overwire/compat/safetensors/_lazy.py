@@ -1,5 +1,5 @@
-"""Defines what a patched `safe_open` returns. Slices can be loaded before they are indexed, so the engine loads a whole
-model in one pass. Plain files are read by safetensors itself.
+"""Defines the objects that a patched `safe_open` returns. Slices can be loaded before they are indexed, so the engine
+loads a whole model in one pass. Plain files are read by safetensors itself.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _CASTS = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float6
 
 
 class Slice:
-    """A tensor of an open file that is read when it is indexed.
+    """A tensor of an open file. It is read when it is indexed.
 
-    inner: safetensors' own slice for a plain file, otherwise ours. where: the device of its
-    results. path: the file's absolute path or URI. Loads of several tensors need it. mapped: whether safetensors maps
-    the tensor, which on the CPU is as good as loading it.
+    inner: safetensors' own slice for a plain file, otherwise overwire's. where: the device of the results. path: the
+    file's absolute path or URI, for loads of several tensors. mapped: whether safetensors maps the tensor, which on the
+    CPU is as fast as loading it.
     """
 
     __slots__ = ("_elsewhere", "_give", "_inner", "_mapped", "_where", "name", "path")
@@ -58,13 +58,13 @@ class Slice:
 
     def device(self, asked: Any) -> str | None:
         """Returns the engine's name for the device that a library asks for. Returns None if safetensors should load the
-        tensor, because it is as fast, or because the engine does not support the device."""
+        tensor, because safetensors is as fast or the engine does not support the device."""
         where = _engines(asked)
         return None if where == "cpu" and self._mapped else where
 
     def cast(self, dtype: Any) -> str:
         """Returns the dtype to which the engine should cast the tensor during the load. Returns "" if torch must cast
-        it, or if no cast is needed."""
+        the tensor, or if no cast is needed."""
         return _cast(self.get_dtype(), dtype)
 
     def on(self, device: str) -> Any:
@@ -106,7 +106,7 @@ def ready(device_map: Any) -> None:
 
 
 class PlainFile:
-    """A plain file that safetensors itself reads. Its slices are `Slice`s."""
+    """A plain file that safetensors itself reads. `get_slice` returns a `Slice`."""
 
     def __init__(self, inner: Any, path: str) -> None:
         self._inner, self._path = inner, path
@@ -131,7 +131,7 @@ class PlainFile:
 
 
 class Ahead:
-    """One load of all tensors that were requested before the first is returned. Threads may share it."""
+    """A load of all tensors that are requested before the first one is returned. Threads may share this object."""
 
     def __init__(self) -> None:
         self._lock = new_lock()
@@ -140,9 +140,9 @@ class Ahead:
         self._passes: list[_Pass] = []
 
     def want(self, tensor: Slice, device: str, dtype: Any = None) -> Callable[[], Any]:
-        """Requests a whole tensor. The engine casts it to `dtype` if it does so exactly like torch. Returns a function
-        that returns the tensor, once. The first call of such a function starts the load of all tensors that were
-        requested so far for the same device and cast."""
+        """Requests a whole tensor. The engine casts the tensor to `dtype` if the result has the same bits as torch's.
+        Returns a function that returns the tensor and can be called once. The first call of such a function starts the
+        load of all tensors that were requested so far for the same device and cast."""
         cast = tensor.cast(dtype)
         with self._lock:
             current = self._open.get((device, cast))
@@ -160,8 +160,8 @@ class Ahead:
 
     @contextlib.contextmanager
     def pass_on(self) -> Iterator[None]:
-        """A context in which `ahead` returns this object in this thread, and `close` does nothing. At the end, the
-        context closes this object."""
+        """A context in which `ahead` returns this object in this thread, and `close` does nothing. Leaving the context
+        closes this object."""
         before, _thread.passed, self._passed = getattr(_thread, "passed", None), self, True
         try:
             yield
@@ -266,8 +266,8 @@ _thread = threading.local()
 
 
 def _plan_slices(device: Callable[[str], Any]) -> Iterator[None]:
-    """A context in which slices that this thread opens are loaded ahead, if `device` returns a device for their names.
-    The first read loads all of them, in one pass per device."""
+    """A context that loads the slices that this thread opens ahead, if `device` returns a device for their names. The
+    first read loads all these slices, in one pass per device."""
     load, before = ahead(), getattr(_thread, "plan", None)
 
     def note_slice(tensor: Slice) -> Callable[[], Any] | None:
@@ -289,8 +289,8 @@ slice_plan = contextlib.contextmanager(_plan_slices)
 
 
 def kept(filename: Any) -> Any:
-    """Opens a file and keeps it open, or returns the one that is already open. Returns the name unchanged if
-    the file cannot be opened; opening it later reports the error."""
+    """Opens a file and keeps it open, or returns the file if it is already open. Returns the name unchanged if the file
+    cannot be opened; opening it later reports the error."""
     try:
         return KeptFile.open_file(filename)
     except (overwire.OverwireError, OSError, TypeError, ValueError):
@@ -298,6 +298,6 @@ def kept(filename: Any) -> Any:
 
 
 def path_of(filename: Any) -> str:
-    """Returns a file's name that stays valid when the working folder changes."""
+    """Returns a name of the file that stays valid when the working folder changes."""
     name = os.fsdecode(filename)
     return name if "://" in name else os.path.abspath(name)

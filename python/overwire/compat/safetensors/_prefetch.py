@@ -1,4 +1,5 @@
-"""Implements safetensors 0.9's additions to an open file: header entries, and tensors that load in the background."""
+"""Implements the additions of safetensors 0.9 to an open file: header entries, and tensors that are loaded in the
+background."""
 
 from __future__ import annotations
 
@@ -44,8 +45,8 @@ class TensorMeta(Internal):
 
     @property
     def data_offsets(self) -> tuple[int, int]:
-        """The begin and end of the tensor's bytes, relative to the first tensor. For a compressed file they count
-        decoded bytes, in the order of `offset_keys`."""
+        """The begin and end of the tensor's bytes, relative to the first tensor. For a compressed file, the offsets
+        count decoded bytes, in the order of `offset_keys`."""
         return self._entry[2]
 
     def __repr__(self) -> str:
@@ -56,9 +57,9 @@ class TensorMeta(Internal):
 class PrefetchLoader(Internal):
     """Loads tensors of one file in the background. `safe_open.prefetch` returns it.
 
-    `take` or iteration returns each tensor once, and the caller then owns it. Whole tensors start to load
-    immediately. Planned rows load together when the first of them is requested. Threads may share the loader.
-    It is a context manager.
+    `take` or iteration returns each tensor once, and the caller then owns it. Whole tensors begin to load immediately.
+    All planned rows are loaded together when the first of them is requested. Threads may share the loader. The loader
+    is a context manager.
     """
 
     __slots__ = (
@@ -77,7 +78,7 @@ class PrefetchLoader(Internal):
         self._ready: dict[str, Any] = {}
         self._lock, self._busy = new_lock(), False
         self._error: Exception | None = None
-        # Needed even if the plan has only rows, because opening checks the device and begins to prepare it.
+        # The stream is needed even if the plan has only rows, because it checks the device and begins to prepare it.
         whole = [key for key, rows in plan.items() if rows is None]
         self._arrivals: Any = overwire.stream(source, where, framework="pt", keys=whole)
 
@@ -91,8 +92,8 @@ class PrefetchLoader(Internal):
     def take(self, name: str) -> Any:
         """Waits for one tensor, or for its planned rows, and returns it.
 
-        Raises SafetensorError for a name that is not in the plan or was already returned, and if the loader is
-        closed; ForkedError in a forked child.
+        Raises SafetensorError for a name that is not in the plan or was already returned, and if the loader is closed.
+        Raises ForkedError in a forked child.
         """
         check("name", name, str)
         with self._one_at_a_time():
@@ -121,7 +122,7 @@ class PrefetchLoader(Internal):
 
     @contextlib.contextmanager
     def _one_at_a_time(self) -> Iterator[None]:
-        # The lock is reentrant, so a signal handler can acquire it again. `_busy` refuses that.
+        # The lock is reentrant, so a signal handler can acquire it again. `_busy` detects this case, which is refused.
         if forked():
             raise overwire.ForkedError(f"{self._name}: it is loaded by the process that this one was forked from")
         with self._lock:
@@ -174,8 +175,8 @@ class PrefetchLoader(Internal):
         return tensors
 
     def close(self) -> None:
-        """Ends the load and frees the tensors that were not returned. Does nothing in a forked child: the parent owns
-        the load."""
+        """Ends the load and frees the tensors that were not returned. Does nothing in a forked child, because the
+        parent owns the load."""
         if forked():
             return
         self._arrivals.close()  # wakes a thread that waits for the next tensor
@@ -190,7 +191,7 @@ class PrefetchLoader(Internal):
 
 
 class TensorStream(Internal):
-    """Iterates a `PrefetchLoader`: (name, tensor) in the order of arrival."""
+    """Iterates over a `PrefetchLoader`. Yields (name, tensor) in the order of arrival."""
 
     __slots__ = ("_loader",)
 

@@ -31,9 +31,9 @@ _READERS = {
     "safetensors.tensorflow": ("load_file", "load"),
     "safetensors.paddle": ("load_file", "load"),
 }
-# Functions that write: safetensors' only function that writes files, and the functions for torch and numpy, which pass
-# addresses to it and to `serialize`. flax, mlx and tensorflow use numpy's functions. paddle's functions refuse
-# other layouts.
+# Functions that write: `serialize_file`, which writes all files, and the functions for torch and numpy, which pass
+# addresses to `serialize_file` and `serialize`. The modules for flax, mlx and tensorflow use numpy's functions.
+# paddle's functions refuse tensors that are not in C order.
 _WRITERS = {
     "safetensors": ("serialize_file",), "safetensors.torch": ("save_file", "save"),
     "safetensors.numpy": ("save_file", "save"),
@@ -44,8 +44,8 @@ _LIBRARIES = ("transformers", "accelerate", "diffusers")
 # Modules of these libraries that the hooks use.
 _WATCHED = {library: import_module(f"overwire.integrations.{library}").MODULES for library in _LIBRARIES}
 
-# Packages with thousands of modules, which import safetensors only inside functions or not at all. Searching them would
-# take longer than loading a model.
+# Packages that are not searched for safetensors' functions. They have thousands of modules, and import safetensors only
+# inside functions or not at all. Searching them would take longer than loading a model.
 _OTHERS = frozenset(sys.stdlib_module_names - {"__main__"}) | {"mpmath", "numpy", "sympy", "torch", "triton"}
 
 log = logging.getLogger("overwire")
@@ -53,10 +53,10 @@ log = logging.getLogger("overwire")
 _lock = new_lock()
 _patches: list[SafetensorsPatch] = []  # active patches, in the order of their start
 _swapped: dict[int, tuple[Any, Any]] = {}  # keyed by id: the original and its replacement
-# By class and name: the class, the name, the original member and the current one.
+# By class and name: the class, the name, the original member and the current member.
 _members: dict[tuple[int, str], tuple[Any, str, Any, Any]] = {}
 _seen: dict[str, int] = {}  # how many modules of a library existed when `_hook` last looked
-# By module: the id of its dict, and how many names it had when `_rebind` last searched it.
+# By module: the id of the module's dict, and how many names the dict had when `_rebind` last searched it.
 _looked: dict[str, tuple[int, int]] = {}
 _bound: list[tuple[dict[str, Any], str]] = []  # the names that `_rebind` has replaced
 
@@ -67,8 +67,8 @@ def _device() -> str | None:
 
 
 def _stand_in(module: str, name: str, original: Any) -> Any:
-    """Makes the replacement for one of the original's functions. It is a new object, so undoing
-    finds exactly this one."""
+    """Makes the replacement for one of the original's functions. The replacement is a new object, so `undo` can find
+    it."""
     if name in _WRITERS.get(module, ()):
         return _writes(original) if module == "safetensors" else _puts_in_order(original)
     if module != "safetensors":
@@ -112,7 +112,7 @@ def _opens(name: str, original: Any) -> type[Any]:
 
 
 def _where(device: Any) -> Any:
-    # If a library passes "cpu", that may just be its default. The patch's `device=` overrides it.
+    # A "cpu" that a library passes may only be its default, so the patch's `device=` overrides it.
     return _device() or device if device is None or str(device) == "cpu" else device
 
 
@@ -157,7 +157,7 @@ def _puts_in_order(original: Any) -> Any:
 
     @functools.wraps(original)
     def save_in_order(*args: Any, **kwargs: Any) -> Any:
-        # The original writes the memory unchanged, in its current layout.
+        # The original writes memory as it is, without regard to strides or lazy conjugation.
         tensors = args[0] if args else kwargs.get(first)
         if isinstance(tensors, Mapping) and not forked() and any(patch.compress for patch in _patches):
             ordered = {name: _in_order(value) for name, value in tensors.items()}
@@ -188,7 +188,7 @@ _signature = functools.lru_cache(maxsize=64)(inspect.signature)
 
 
 class _Call:
-    # The arguments of a call to one of the originals.
+    # The arguments of a call to one of the original functions.
 
     def __init__(self, original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.given: dict[str, Any] = {}
@@ -202,8 +202,8 @@ class _Call:
         self.torch = self.given.get("framework") in ("pt", "torch", "pytorch")
 
     def left_to_safetensors(self) -> bool:
-        """Returns whether the original should read the file. It maps plain files on the CPU, which is as fast.
-        It would accept files that violate a rule of the format, so overwire reads (and refuses) those."""
+        """Returns whether the original should read the file. On the CPU it maps plain files, which is as fast. overwire
+        reads, and refuses, files that violate a rule of the format, because the original would accept them."""
         where = "cpu" if self.device is None else str(self.device)
         if where != "cpu" or _device() is not None:
             return False
@@ -220,7 +220,7 @@ class _Call:
 
 
 def behind(found: Any) -> Any:
-    """Returns the original of a replacement; returns other objects unchanged."""
+    """Returns the original of a replacement. Returns other objects unchanged."""
     return next((original for original, replacement in _swapped.values() if replacement is found), found)
 
 
@@ -252,7 +252,7 @@ def _put(swap: dict[int, tuple[Any, Any]], names: dict[str, Any], chosen: Iterab
 
 
 def _unbind(swap: dict[int, tuple[Any, Any]]) -> None:
-    # Restores the names that were replaced, even in modules that were imported or changed since.
+    # Restores the names that were replaced, also in modules that were imported or changed since then.
     for namespace, name in _bound.copy():
         _put(swap, namespace, (name,))
     for module_name, names in _namespaces():
@@ -289,8 +289,8 @@ def _readers_of(module: str, held: Any) -> dict[int, tuple[Any, Any]]:
 
 
 def _hook(readers: dict[int, tuple[Any, Any]] | None = None) -> None:
-    # Libraries and parts of them may be imported after the patch. Therefore `_imports` and every opening of a file call
-    # this. readers: safetensors' functions, which the first patch also replaces.
+    # Libraries and parts of them may be imported after the patch, so this function is called after imports and whenever
+    # a file is opened. readers: safetensors' functions, which the first patch also replaces.
     if readers is None and all(_present(library) == _seen.get(library, 0) for library in _LIBRARIES):
         return
     with _lock:
@@ -324,7 +324,7 @@ def _replace_readers(name: str, module: Any) -> None:
 
 
 def _hooked(library: Any) -> dict[int, tuple[Any, Any]]:
-    # Installs all of a library's hooks in its classes, or none. Returns its hooks for module names, by id.
+    # Installs all hooks of a library in its classes, or none. Returns the hooks that replace names in modules, by id.
     swap: dict[int, tuple[Any, Any]] = {}
     with contextlib.ExitStack() as stack:
         for original, replacement in library.pair_replacements(_found, _LAZY):
@@ -348,7 +348,7 @@ def _replace(owner: Any, name: str, ours: classmethod[Any, Any, Any]) -> None:
 
     @functools.wraps(ours.__func__)
     def member(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        # Another tool may have wrapped this function, and call it after the patch has ended.
+        # Another tool may have wrapped this function, and may call it after the patch has ended.
         original_member = _members.get(key)
         return (ours if original_member is not None and original_member[3] is put else original).__get__(None, cls)(
             *args, **kwargs
@@ -361,7 +361,7 @@ def _replace(owner: Any, name: str, ours: classmethod[Any, Any, Any]) -> None:
 
 def _restore(key: tuple[int, str]) -> None:
     owner, name, original, put = _members.pop(key)
-    if inspect.getattr_static(owner, name, None) is put:  # otherwise the member is another tool's wrapper, which stays
+    if inspect.getattr_static(owner, name, None) is put:  # another tool's wrapper stays
         setattr(owner, name, original)
 
 
@@ -461,15 +461,14 @@ def patch_safetensors(*, device: Any = None, compress: bool = False, offload: bo
             model = AutoModel.from_pretrained(folder, device_map="cuda")
 
     The patch takes effect immediately, in all threads. It replaces `safe_open`, `deserialize`, `load_file`, `load` and
-    `load_model` of safetensors' modules, in every loaded module that has imported them and in modules that are imported
-    later. transformers, diffusers, accelerate
-    and peft need no other changes, and file names stay the same. transformers and diffusers load
+    `load_model` of safetensors' modules, in all modules that have imported them or import them later. transformers,
+    diffusers, accelerate and peft need no other changes, and file names stay the same. transformers and diffusers load
     models in one pass, each tensor directly to its device in `device_map`.
 
     device: the device for tensors if a library requests none or the CPU ("cuda", "cuda:1", a
         torch.device). transformers, diffusers and accelerate always follow their
-        `device_map`. None: the library's device; plain files on the CPU are then left to
-        safetensors, which maps them. "cpu": overwire also reads those.
+        `device_map`. None: the library's device; plain files on the CPU are then left to safetensors, which maps them.
+        With "cpu", overwire reads these files as well.
     compress: whether files that libraries write with safetensors (`save_file`,
         `save_pretrained`) are compressed. Reading such files needs overwire.
         torch.save files (a Trainer's optimizer.pt) are not compressed. The bytes that `save` and
@@ -483,9 +482,9 @@ def patch_safetensors(*, device: Any = None, compress: bool = False, offload: bo
     plain files, including files opened before the fork. Compressed files are read without the engine, which is slow.
 
     Returns a context manager with `undo`. Patches may be nested and may overlap. The latest
-    `device` applies; `compress` and `offload` apply if any patch sets them. When the last patch
-    ends, the originals are restored, except where another tool has wrapped them since. If a library's classes are not
-    as expected, a warning is logged and the library is not hooked: its files are read tensor by tensor, as before.
+    `device` applies; `compress` and `offload` apply if any patch sets them. When the last patch ends, the originals are
+    restored, except where another tool has wrapped a replacement. If a library's classes are not as expected, a warning
+    is logged, and the library reads its files tensor by tensor, as without hooks.
 
     Raises MissingPackageError if safetensors is not installed, and SafetensorError for an invalid device.
     """
@@ -502,5 +501,5 @@ def patch_from_environment() -> None:
         return
     try:
         patch_safetensors()
-    except Exception as error:  # importing overwire must not fail because of this
+    except Exception as error:  # the import of overwire must not fail
         log.warning("overwire: OVERWIRE_PATCH: safetensors is not patched: %s", error)

@@ -42,8 +42,8 @@ def load(data: bytes) -> dict[str, torch.Tensor]:
 def save_file(tensors: dict[str, torch.Tensor], filename: Any, metadata: dict[str, str] | None = None) -> None:
     """Writes a plain safetensors file atomically.
 
-    Raises ValueError for tensors that are not dense, RuntimeError if two share memory (see
-    `save_model`), SafetensorError.
+    Raises ValueError for tensors that are not dense, RuntimeError if two tensors share memory (see `save_model`), and
+    SafetensorError.
     """
     keep: list[Any] = []
     serialize_file(_flatten_as_ptr(tensors, keep), filename, metadata=metadata)
@@ -83,9 +83,8 @@ def load_model(
 ) -> tuple[set[str], list[str]]:
     """Loads a file into a module, with the module's `load_state_dict`.
 
-    strict: whether to raise RuntimeError if names are missing or unexpected. Even then, the other tensors are loaded
-    first. Returns (missing, unexpected). Names of tensors that share memory with
-    a loaded tensor count as neither.
+    strict: whether to raise RuntimeError if names are missing or unexpected; all other tensors are loaded before.
+    Returns (missing, unexpected). A tensor that shares memory with a loaded tensor is in neither of them.
     """
     state = load_file(filename, device=device, backend=backend)
     groups = _remove_duplicate_names(model.state_dict(), preferred_names=list(state))
@@ -107,7 +106,7 @@ def load_model(
 
 
 def storage_ptr(tensor: torch.Tensor) -> int:
-    """Returns the address of a tensor's storage; 0 on the meta device."""
+    """Returns the address of a tensor's storage, or 0 on the meta device."""
     try:
         return tensor.untyped_storage().data_ptr()
     except (RuntimeError, NotImplementedError):
@@ -139,7 +138,7 @@ def _filter_shared_not_shared(tensors: list[set[str]], state_dict: dict[str, tor
                 groups.append({name})
             else:
                 groups[-1].add(name)
-            end = stop  # the end of the last tensor, as in the original, because the names in files depend on it
+            end = stop  # the end of the last tensor, as in the original, because the names in files depend on this
     return groups
 
 
@@ -165,8 +164,8 @@ def _remove_duplicate_names(
 ) -> dict[str, list[str]]:
     """For each group of tensors that share memory, returns the name to keep and the names to drop.
 
-    It keeps the name of a tensor that covers the whole storage: a preferred name if possible, else a name that is not
-    in `discard_names`. Of several such names it keeps the alphabetically first.
+    The name to keep belongs to a tensor that covers the whole storage. It is a preferred name if possible, otherwise a
+    name that is not in `discard_names`, and the alphabetically first of several such names.
     """
     preference, discard = set(preferred_names or ()), set(discard_names or ())
     drop: dict[str, list[str]] = defaultdict(list)
@@ -216,7 +215,7 @@ def _view2torch(safeview: Any) -> dict[str, torch.Tensor]:
 
 
 def _to_ndarray(tensor: torch.Tensor) -> tuple[Any, Any]:
-    """Returns a tensor's bytes as a numpy array, and an object that keeps them alive."""
+    """Returns a tensor's bytes as a numpy array, and an object that keeps the bytes alive."""
     import numpy as np
 
     tensor = tensor.to("cpu")
@@ -253,7 +252,7 @@ def _evaluate_tensors_for_save(tensors: dict[str, torch.Tensor]) -> None:
 
 
 def _flatten_as_ptr(tensors: dict[str, torch.Tensor], keep_alive_buffer: list[Any]) -> dict[str, TensorSpec]:
-    """Converts tensors to specs. Appends objects that keep their memory alive to the list."""
+    """Converts tensors to specs. Appends objects that keep the tensors' memory alive to `keep_alive_buffer`."""
     _evaluate_tensors_for_save(tensors)
     flat = {}
     for name, tensor in tensors.items():

@@ -2,10 +2,9 @@
 
     import overwire.compat.tensorizer as tensorizer
 
-Importing it does not import torch. The main differences: the engine opens files and uses all cores. An index may be
-larger than tensorizer's 256 KiB; tensorizer can still read it. Encryption never changes the caller's memory. A
-TensorSerializer is
-also a context manager. docs/tensorizer.md lists all differences.
+Importing this package does not import torch. These are the main differences: The engine opens files and uses all cores.
+An index may be larger than 256 KiB, and tensorizer can still read such a file. Encryption never changes the caller's
+memory. A TensorSerializer is also a context manager. docs/tensorizer.md lists all differences.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from .serialization import (
     TensorType,
 )
 
-#: The tensorizer version with these names.
+#: The tensorizer version that has the same names.
 __version__ = "2.12.1"
 
 __all__ = [

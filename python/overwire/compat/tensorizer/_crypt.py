@@ -1,6 +1,6 @@
-"""Implements tensorizer._crypt, which tells programs whether encryption is available.
+"""Implements tensorizer._crypt, from which programs learn whether encryption is available.
 
-The engine has the ciphers. The original's classes around libsodium do not exist here.
+The engine implements the ciphers, so the original's classes around libsodium do not exist here.
 """
 
 from __future__ import annotations

@@ -34,8 +34,8 @@ def written(dtype: Any) -> str:
 
 
 def of_numpy(dtype: Any) -> str:
-    """Returns a numpy dtype's text in a file. Raises TypeError for dtypes that readers lack, ValueError for a foreign
-    byte order."""
+    """Returns a numpy dtype's text in a file. Raises TypeError for dtypes that readers lack, and ValueError for a
+    foreign byte order."""
     form = str(dtype.str)
     if form in _WRITTEN:
         return form
@@ -47,7 +47,7 @@ def of_numpy(dtype: Any) -> str:
 
 
 def typed(tensor: Any, record: Any) -> Any:
-    """Converts a tensor to the dtype of its record. Dtypes that safetensors lacks arrive as bytes, with
+    """Converts a tensor to the dtype of its record. A tensor with a dtype that safetensors lacks arrives as bytes, with
     an extra dimension."""
     import torch
 
@@ -61,8 +61,8 @@ def typed(tensor: Any, record: Any) -> Any:
 
 
 def opaque(text: str) -> tuple[str, str | None]:
-    """Returns numpy's dtype for a file's dtype, and torch's name for it if numpy lacks the dtype. In that
-    case the numpy dtype is an integer type of the same size."""
+    """Returns the numpy dtype for a file's dtype, and None. If numpy lacks the dtype, returns an integer dtype of the
+    same size, and torch's name for the dtype."""
     form, _, name = text.partition("\0")
     if not name:
         return form, None

@@ -31,7 +31,7 @@ def _check_length(key: bytes, what: str) -> None:
 
 
 class EncryptionParams:
-    """The key with which a TensorSerializer encrypts: 32 bytes.
+    """The key of 32 bytes with which a TensorSerializer encrypts.
 
     Make one with `random` or `from_string`, or from your own key. Raises ValueError for a key of any other length.
     """
@@ -65,10 +65,9 @@ class EncryptionParams:
     ) -> EncryptionParams:
         """Derives a key from a password with Argon2id.
 
-        opslimit: number of passes. memlimit: bytes of memory. None means MODERATE, which takes
-        256 MiB and half a second. salt: 16 bytes; None: random. The file stores all three. Raises ValueError for an
-        empty password or a salt of any other length. Raises TypeError if memlimit is an OpsLimit or opslimit a
-        MemLimit.
+        opslimit: number of passes. memlimit: bytes of memory. None means MODERATE, which takes 256 MiB and half a
+        second. salt: 16 bytes, random by default. The file stores these three values. Raises ValueError for an empty
+        password or a salt of any other length. Raises TypeError if memlimit is an OpsLimit or opslimit a MemLimit.
         """
         if not source:
             raise ValueError("Source cannot be empty")
@@ -132,7 +131,7 @@ class DecryptionParams:
 
     @classmethod
     def from_key(cls, key: bytes) -> DecryptionParams:
-        """Decrypts with the key itself, however it was made. Raises ValueError unless it has 32 bytes."""
+        """Decrypts with the key itself, however it was made. Raises ValueError unless the key has 32 bytes."""
         if not key:
             raise ValueError("Key cannot be empty")
         _check_length(key, "decryption")

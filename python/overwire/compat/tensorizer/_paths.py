@@ -1,4 +1,4 @@
-"""Handles tensor names. A name is a text, or a path of texts and numbers through a structure."""
+"""Handles tensor names. A name is a string, or a path of strings and numbers through a structure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Path = tuple[str | int, ...]
 
 _MARK = "\x1e"
 
-# Maximum nesting. The code that walks structures is recursive.
+# The most nesting levels, because the code that walks structures is recursive.
 _DEEPEST = 200
 
 
@@ -28,12 +28,12 @@ def text(path: Path) -> str:
 
 
 def plain(path: Path) -> Any:
-    """Returns the name that users see: a text, or the path as a tuple."""
+    """Returns the name that users see: a string, or the path as a tuple."""
     return path[0] if len(path) == 1 and isinstance(path[0], str) else path
 
 
-# A tree is nested dicts with the paths themselves as leaves. In one level all keys are texts or
-# all are numbers, and no path is a prefix of another.
+# A tree consists of nested dicts, with the paths as leaves. The keys of one level are all strings or all numbers, and
+# no path is a prefix of another path.
 Tree = dict[Any, Any]
 
 
@@ -64,7 +64,7 @@ def add(tree: Tree, path: Path) -> None:
 
 
 def remove(tree: Tree, path: Path) -> None:
-    """Removes a leaf; the levels above it stay."""
+    """Removes a leaf. The levels above it stay."""
     for part in path[:-1]:
         tree = tree[part]
     del tree[path[-1]]

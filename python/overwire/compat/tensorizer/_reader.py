@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     import numpy
     import torch
 
-# Bytes of tensors that read_tensors loads together.
+# The most tensor bytes that read_tensors loads together.
 _BATCH = 256 << 20
 
-# Maximum bytes of one value in Redis, which allows 512 MiB.
+# The most bytes of one value in Redis. Redis allows 512 MiB.
 _REDIS_VALUE = 256 << 20
 
-# The dtypes that a floating-point dtype= casts.
+# The dtypes that are cast if dtype= is a floating-point dtype.
 _CAST = operator.attrgetter("float16", "bfloat16", "float32", "float64")
 _PLAIN = "!#$&()*+,/:;<=>?@[]^_`{|}~"
 
@@ -39,16 +39,16 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
     `torch.nn.Parameter`s. Levels of nested files are read-only mappings.
 
     file_obj: a path, a URI, a descriptor, or a binary file open for reading.
-    device: for the tensors; None: "cuda" if available, else the CPU.
-    filter_func: called with each name (a tuple for a path); false skips the tensor.
-    dtype: casts tensors to it. A floating-point dtype only casts 16, 32 and 64 bit floats;
-        integers, bools, complex and 8-bit types stay. Any other dtype casts all but bools.
+    device: the device for the tensors, by default "cuda" if available, otherwise the CPU.
+    filter_func: called with each name (a tuple for a path). A false result skips the tensor.
+    dtype: the dtype to cast to. A floating-point dtype casts only floats of 16, 32 and 64 bits; integers, bools,
+        complex and 8-bit types stay. Any other dtype casts everything except bools.
     lazy_load: whether tensors are read when they are first requested, and then cached.
     verify_hash: whether to compare all checksums of a record, on the host. "crc32" only compares CRC32, during the
         transfer and for any device. (Encrypted tensors have no CRC32, but a MAC that is always compared.)
-    encryption: how to decrypt; None: the file is not encrypted.
-    num_readers: checked but otherwise ignored: the engine uses all cores.
-    plaid_mode, plaid_mode_buffers: have no effect.
+    encryption: how to decrypt; None for a file that is not encrypted.
+    num_readers: checked but not used, because the engine uses all cores.
+    plaid_mode, plaid_mode_buffers: these have no effect.
 
     Raises ValueError for other files and unknown versions, CryptographyError for a
     missing, superfluous or wrong key, HashMismatchError, and the errors of
@@ -176,7 +176,7 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
             raise ValueError(str(error)) from error
 
     def _prepare_key(self, encryption: DecryptionParams | None) -> None:
-        """Derives the file's key once. All later calls get the key as an option."""
+        """Derives the file's key once, and adds it to the options of all later calls."""
         if encryption is None:
             if self._file_info.encrypted:
                 raise CryptographyError("Tensor is encrypted, but decryption was not requested")
@@ -291,7 +291,7 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
                 tensors = load_file(
                     self._records_file,
                     device="cpu" if through_host else device,
-                    # all tensors: attach to a preload of the file
+                    # None for all tensors, which attaches to a preload of the file
                     keys=None if len(names) == len(self._file_info.records) else names,
                     framework="pt",
                 )
@@ -318,7 +318,7 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
             and dtype.is_floating_point
             and tensor.dtype not in _CAST(torch)
         ):
-            dtype = None  # bools are never cast, and only 16 to 64 bit floats to a floating-point dtype
+            dtype = None  # a bool, or a type that a floating-point dtype= does not cast
         tensor = tensor.to(device=device, dtype=dtype)
         return torch.nn.Parameter(tensor, requires_grad=tensor.dtype.is_complex or tensor.dtype.is_floating_point)
 
@@ -352,8 +352,7 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
     ) -> Any:
         """Returns the saved structure of dicts and lists below a prefix.
 
-        default: the result if there are no tensors. Raises TypeError for a prefix that is a
-        text or a number.
+        default: the result if there are no tensors. Raises TypeError for a prefix that is a string or a number.
         """
         if isinstance(prefix, (str, int)):
             raise TypeError(
@@ -403,8 +402,8 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
     def read_tensors(
         self, filter_func: Callable[[Any], Any] | None = None, num_tensors: int = -1, verify_hash: bool | None = None
     ) -> Iterator[tuple[int, int, Any, torch.nn.Parameter]]:
-        """Yields (module number, TensorType, name, parameter) of the next num_tensors tensors in the
-        file that the filter accepts; -1 means all. A later call continues after the last tensor."""
+        """Yields (module number, TensorType, name, parameter) for the next num_tensors tensors in the file that the
+        filter accepts; -1 means all. A later call continues after the last of them."""
         for record, name, parameter in self._next(filter_func, num_tensors, verify_hash):
             yield record.module, TensorType(record.type), name, parameter
 
@@ -415,9 +414,9 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
         allow_raw_data: bool = False,
         verify_hash: bool | None = None,
     ) -> Iterator[tuple[int, int, Any, numpy.ndarray[Any, Any], bool, str | None]]:
-        """Like `read_tensors`, but yields numpy arrays, whether numpy lacks the dtype, and torch's
-        name for it. Tensors of a dtype that numpy lacks become signed integers of the same size.
-        Raises ValueError for them without allow_raw_data, RuntimeError unless the device is the CPU."""
+        """Yields tensors like `read_tensors`, but as numpy arrays, each followed by whether numpy lacks the dtype and
+        by torch's name for such a dtype. Tensors of a dtype that numpy lacks become signed integers of the same size,
+        or raise ValueError without allow_raw_data. Raises RuntimeError unless the device is the CPU."""
         if self._device.type != "cpu":
             raise RuntimeError("read_numpy_arrays is only valid when deserializing to the CPU")
         import torch
@@ -440,9 +439,10 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
         values of at most 256 MiB. Filters have no effect, because a part of the file would not be valid.
 
         redis_client: a client of the package redis, or an object with its methods set, exists,
-            get, scan_iter and delete. force: whether to replace existing values of the prefix.
-            Without it they stay, so an interrupted copy can be continued.
-        Raises ValueError if Redis has a different file there, and after `close`, which an eager load to a GPU calls.
+            get, scan_iter and delete. force: whether to replace existing values of the prefix. By default they stay, so
+            an interrupted copy can be continued.
+        Raises ValueError if Redis has a different file at this prefix, and after `close`, which an eager load to a GPU
+        calls.
         """
         if self._source is None:
             raise ValueError("I/O operation on closed file")
@@ -467,7 +467,8 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
                     record.data + record.nbytes,
                 ]
                 for begin, end in zip(cuts, cuts[1:], strict=False):
-                    # Quote the name: the original's reader cannot request names with blanks and the like.
+                    # Quotes the name, because the original's reader cannot request names with blanks and similar
+                    # characters.
                     key = f"{key_prefix}:{quote(record.name, safe=_PLAIN)}:{begin}"
                     if begin == end or not force and redis_client.exists(key):
                         continue
@@ -505,10 +506,10 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
             own = module._parameters.get(attribute, module._buffers.get(attribute))
             parameter = self._records[path].type == TensorType.PARAM
             hidden = attribute in module._non_persistent_buffers_set
-            # Replace any attribute of that name, whether it is a parameter, a buffer or a plain attribute.
+            # Replaces any attribute of that name, whether it is a parameter, a buffer or a plain attribute.
             for there in (module._parameters, module._buffers, module.__dict__):
                 there.pop(attribute, None)
-            if own is not None:  # tie tensors that are tied in the module, if they are equal
+            if own is not None:  # keeps tensors tied that are tied in the module, if they are equal
                 ties_of_own = ties.setdefault(id(own), [own])
                 tensor = next((k for k in ties_of_own[1:] if _alike(k, tensor)), tensor)
                 ties_of_own.append(tensor)
@@ -524,7 +525,7 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
         the result for each name."""
         there: dict[str, Any] = dict(m.state_dict())
         there.update(m.named_buffers())
-        # write_module puts the module's name and a dot before every attribute.
+        # write_module puts a dot before every attribute, also if the module's name is empty.
         there.update({f".{name}": tensor for name, tensor in list(there.items()) if "." not in name})
         record_paths = [path for path in self._records if _paths.plain(path) in there]
         tensors = [there[_paths.plain(path)] for path in record_paths]

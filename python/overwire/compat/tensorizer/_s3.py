@@ -13,7 +13,7 @@ from ...stores import presign
 default_s3_read_endpoint = "accel-object.ord1.coreweave.com"
 default_s3_write_endpoint = "object.ord1.coreweave.com"
 
-# URLs made here are valid until the end of the next day, like tensorizer's.
+# The granularity of expiry times. URLs are valid until the end of the next day, like tensorizer's.
 _DAY = 86400
 
 
@@ -21,7 +21,7 @@ _SETTINGS = 1 << 20  # maximum bytes of a settings file
 
 
 class ParsedCredentials(NamedTuple):
-    """The credentials that were found; None if missing."""
+    """The credentials that were found. Missing values are None."""
 
     config_file: str | None
     s3_endpoint: str | None
@@ -31,8 +31,8 @@ class ParsedCredentials(NamedTuple):
 
 
 def s3cfg_values(config_paths: Any = None) -> ParsedCredentials:
-    """Reads the section "default" of the first of these files that exists. Without an argument, looks
-    for `stream_io._s3_default_config_paths`. Raises ValueError for a file without that section."""
+    """Reads the section "default" of the first of these files that exists, by default
+    `stream_io._s3_default_config_paths`. Raises ValueError for a file without that section."""
     import configparser
 
     from . import stream_io
@@ -61,7 +61,7 @@ def s3cfg_values(config_paths: Any = None) -> ParsedCredentials:
 def infer_credentials(key: str | None, secret: str | None, config_path: Any = None) -> ParsedCredentials:
     """Returns a pair of credentials. Replaces None, but not "", with the value in .s3cfg.
 
-    Raises ValueError if a part is not found, FileNotFoundError if config_path does not exist.
+    Raises ValueError if a part is not found, and FileNotFoundError if config_path does not exist.
     """
     if key is not None and secret is not None:
         return ParsedCredentials(None, None, key, secret, None)
@@ -90,7 +90,8 @@ def infer_credentials(key: str | None, secret: str | None, config_path: Any = No
 
 
 def enforce_scheme(endpoint: str, allow_http: bool = False, force_http: bool = False) -> str:
-    """Returns an endpoint with the scheme https, or http if that is allowed or forced. Raises ValueError otherwise."""
+    """Returns an endpoint with the scheme https, or with http if that is allowed or forced. Raises ValueError for http
+    that is not allowed."""
     scheme, separator, rest = endpoint.partition("://")
     scheme = scheme.lower() if separator else ""
     if not separator:
@@ -143,9 +144,10 @@ def options_for(
 ) -> dict[str, Any]:
     """Returns the storage_options that access an object like tensorizer's open_stream.
 
-    Credentials come from the arguments, else from .s3cfg, else from the AWS tools' configuration. The endpoint comes
-    from the argument, else from .s3cfg, the environment or the AWS tools' configuration; the default is CoreWeave's.
-    Raises ValueError for an endpoint without TLS, unless the environment or force_http allows it.
+    Credentials come from the first of these that has them: the arguments, .s3cfg, the AWS tools' configuration. The
+    endpoint comes from the first of these that has one: the argument, .s3cfg, the environment, the AWS tools'
+    configuration. By default it is CoreWeave's. Raises ValueError for an endpoint without TLS, unless the environment
+    or force_http allows it.
     """
     from . import stream_io
 
@@ -162,7 +164,7 @@ def options_for(
         allow_http = True
     if not endpoint:
         endpoint = default_s3_write_endpoint if write else default_s3_read_endpoint
-    # Programs replace this name to allow other endpoints.
+    # Uses the name in stream_io, because programs replace it to allow other endpoints.
     return direct_options(key, secret, stream_io._enforce_scheme(endpoint, allow_http, bool(force_http)), region)
 
 

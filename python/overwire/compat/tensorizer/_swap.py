@@ -14,7 +14,8 @@ _T = TypeVar("_T")
 
 class Swap:
     """Installs replacements while any context is active, and restores the originals after the last one.
-    stand_ins: called on entry of the first context; returns (owner, name, replacement) for each function."""
+    stand_ins: a function that is called on entry of the first context, and returns (owner, name, replacement) for each
+    function to replace."""
 
     def __init__(self, stand_ins: Callable[[], Sequence[tuple[Any, str, Any]]]) -> None:
         self._stand_ins = stand_ins
@@ -24,8 +25,8 @@ class Swap:
 
     @contextlib.contextmanager
     def on(self, variable: ContextVar[_T], value: _T) -> Iterator[None]:
-        """A context in which the variable has the value in this thread or task only. Replacements
-        read the variable to decide whether they apply."""
+        """A context in which the variable has the value, in this thread or task only. Replacements read the variable to
+        decide whether they apply."""
         with self._lock:
             if self._users == 0:
                 for owner, name, replacement in self._stand_ins():

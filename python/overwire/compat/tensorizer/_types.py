@@ -9,8 +9,8 @@ from typing import Any
 
 
 def refuse_text(file: Any, *needs: str, text: str) -> None:
-    """Raises ValueError if a file is open in text mode or lacks a capability ("readable"). text: the
-    message, with {} for the file's mode."""
+    """Raises ValueError if a file is open in text mode or lacks a capability ("readable"). text: the message, with {}
+    in place of the file's mode."""
     try:
         fits = all(getattr(file, need)() for need in needs)
     except AttributeError:
@@ -36,7 +36,7 @@ class HashType(enum.IntEnum):
 
 
 class HashMismatchError(Exception):
-    """A tensor's bytes do not match its checksum."""
+    """Raised if a tensor's bytes do not match its checksum."""
 
 
 @dataclass(order=True)
@@ -49,8 +49,8 @@ class TensorHash:
 
 @dataclass(order=True)
 class TensorEntry:
-    """A tensor's entry in the index, and the checksums of its record. name: a text, or the tuple
-    of a path. dtype: numpy's. offset, data_offset: byte offsets in the file."""
+    """A tensor's entry in the index, and the checksums of its record. name: a string, or a path as a tuple. dtype: the
+    name of the numpy dtype. offset, data_offset: byte offsets in the file."""
 
     metadata_version: int
     name: Any
@@ -65,7 +65,7 @@ class TensorEntry:
 
     @property
     def deserialized_length(self) -> int:
-        """Bytes in memory. If data_length is 0, all of them are zero."""
+        """The number of bytes in memory. If data_length is 0, all bytes are zero."""
         import math
         import re
 

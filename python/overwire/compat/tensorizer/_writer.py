@@ -23,15 +23,15 @@ from ._types import TensorType, refuse_text
 if TYPE_CHECKING:
     import torch
 
-# The space that tensorizer reserves for the index. A larger index gets more space if its size is
-# known before the first tensor is written.
+# The bytes that tensorizer reserves for the index. A larger index gets more space if its size is known before the first
+# tensor is written.
 _INDEX_BYTES = 256 * 1024
 _HEAD_BYTES = 73
 _ENTRY_BYTES = 33  # bytes of an entry without its name, dtype and dims
 _TAIL = bytes(8)
 
-# Maximum tensor bytes that are written together, and how many of them may be copies. Tensors are
-# copied if they are not on the host, not dense, or if the file has no descriptor.
+# The most tensor bytes that are written together, and how many of these bytes may be copies. A tensor is copied if it
+# is not on the host, if it is not dense, or if the file has no descriptor.
 _TURN = 4 << 30
 _COPIED = 512 << 20
 
@@ -61,8 +61,8 @@ class TensorSerializer:
         `close` closes it. A file at a path is replaced atomically by `close`. If an exception ends a `with` block, or a
         write fails, the older file stays.
     compress_tensors: has no effect, as in tensorizer.
-    encryption: how to encrypt; the caller's tensors do not change.
-    limit_cpu_concurrency: maximum cores for hashing and encrypting; None: all.
+    encryption: how to encrypt. The caller's tensors do not change.
+    limit_cpu_concurrency: the most cores for hashing and encrypting, by default all.
 
     Raises ValueError for unsuitable files, TypeError and ValueError for invalid arguments.
     """
@@ -78,7 +78,7 @@ class TensorSerializer:
         from . import stream_io
 
         self._file: Any = None
-        self._failed = False  # whether a write has failed; no file is written then
+        self._failed = False  # whether a write has failed, so that no file is written
         if limit_cpu_concurrency is not None:
             if not isinstance(limit_cpu_concurrency, int):
                 raise TypeError(
@@ -127,8 +127,8 @@ class TensorSerializer:
 
     def write_tensor(self, idx: int, name: str, tensor_type: TensorType, tensor: Any) -> None:
         """Writes one torch tensor or numpy array. After each call an open file is a complete .tensors file.
-        Raises ValueError for a name that exists and for an array in a foreign byte order, TypeError for a dtype that
-        readers do not support."""
+        Raises ValueError for a name that exists and for an array in a foreign byte order, and TypeError for a dtype
+        that readers do not support."""
         self._write([_Spec(idx, (name,), TensorType(tensor_type), tensor)])
 
     def write_module(
@@ -248,7 +248,7 @@ class TensorSerializer:
         return [ready.spec for ready in turn]
 
     def _descriptor(self) -> int | None:
-        """Returns the file's descriptor if the engine can write to it at any offset, else None."""
+        """Returns the file's descriptor if the engine can write to it at any offset, otherwise None."""
         try:
             flush = getattr(self._file, "flush", None)
             if callable(flush):
@@ -267,7 +267,7 @@ class TensorSerializer:
     def _finish(self) -> None:
         """Completes the file with the tensors written so far."""
         front = make_front(self._records, self._room, encrypted=self._encryption is not None)
-        # The first call writes the whole space of the index, later calls only the used part.
+        # The first call writes all the space for the index, and later calls only the used part.
         front = front if not self._begun else front[: _HEAD_BYTES + self._index_used + 64]
         self._begun = True
         self._file.seek(0)
@@ -317,8 +317,8 @@ def _text_of(tensor: Any) -> str:
 
 
 def _copy_from_gpu(tensor: Any) -> Any:
-    """Copies to pinned memory, which torch reuses, so later batches are copied at the rate of the PCIe link. The copy
-    keeps the tensor's memory layout, because torch would first convert another layout on the GPU."""
+    """Copies a tensor to pinned memory. torch reuses this memory, so later batches are copied at the rate of the PCIe
+    link. The copy keeps the tensor's memory layout, because torch would convert to another layout on the GPU first."""
     import torch
 
     return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor).contiguous()

@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 
 __all__ = ["deserialize_model", "deserialize_tensor", "serialize_model", "serialize_tensor"]
 
-# torch's names in the order of DT_*; the last four are quantised.
+# torch's names in the order of DT_*. The last four dtypes are quantised.
 _TORCH = (
     "float32 float64 float16 bfloat16 complex32 complex64 complex128 uint8 int8 int16 int32 int64 bool quint8 qint8 "
     "qint32 quint4x2"
 ).split()
 
-# The numpy dtypes that the original uses for them.
+# The numpy dtypes that the original uses for these, in the same order.
 _NUMPY = (
     "float32 float64 float16 float16 complex64 complex64 complex128 uint8 int8 int16 int32 int64 bool uint8 int8 "
     "int32 uint8"
@@ -53,7 +53,7 @@ def __dir__() -> list[str]:
 
 
 def serialize_tensor(t: torch.Tensor, attribute: int | None = None) -> Any:
-    """Converts a tensor to a message `Tensor`, bit for bit for every dtype.
+    """Converts a tensor to a message `Tensor`. The bits are preserved for every dtype.
 
     attribute: AT_PARAMETER, AT_BUFFER, or None for neither. Raises NotImplementedError for
     quantised tensors, and for dtypes that tensors.proto lacks.
@@ -112,7 +112,7 @@ def serialize_model(model: torch.nn.Module, file_stream: BinaryIO) -> None:
 def deserialize_model(model: torch.nn.Module, file_stream: BinaryIO) -> None:
     """Loads a file of `serialize_model` into a module of the same structure.
 
-    Raises KeyError for a submodule that the module lacks, ValueError for unknown attributes.
+    Raises KeyError for a submodule that the module lacks, and ValueError for unknown attributes.
     """
     import torch
 

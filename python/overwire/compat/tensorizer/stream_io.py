@@ -1,7 +1,7 @@
 """Implements tensorizer.stream_io: streams of files, HTTP and S3 objects, and Redis values.
 
-A TensorDeserializer does not read through these streams: it passes paths, URIs, and streams that
-start at the first byte to the engine.
+A TensorDeserializer does not read through these streams. It passes paths and URIs to the engine, and also the sources
+of streams that start at the first byte.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ curl_path: str | None = None
 # The settings file of s3cmd.
 _s3_default_config_paths = (os.path.expanduser("~/.s3cfg"),)
 
-# storage_options of all streams. If a server sends nothing for this many seconds, the request is repeated a few times.
+# The storage_options of all streams. If a server sends nothing for `timeout` seconds, the request is repeated a few
+# times.
 _PATIENCE: dict[str, float] = {"timeout": 30.0}
 
 _parse_s3_uri = _s3.parse_uri
@@ -43,8 +44,8 @@ _is_caios = _s3.virtual_only
 
 
 class CAInfo:
-    """The certificate authorities to trust: exactly one of cacert (a file), capath (a folder) and
-    allow_untrusted. Raises ValueError otherwise, and for missing files."""
+    """The certificate authorities to trust. Exactly one of cacert (a file), capath (a folder) and allow_untrusted must
+    be given. Raises ValueError otherwise, and for missing files."""
 
     def __init__(
         self,
@@ -80,8 +81,8 @@ class CAInfo:
         return ("--capath", os.fspath(self.capath))
 
     def options(self, uri: str) -> dict[str, Any]:
-        """Returns the settings as storage_options for a URI. Without TLS, files that contain no
-        certificates are ignored."""
+        """Returns the settings as storage_options for a URI. If the URI does not use TLS, files without certificates
+        are ignored."""
         if self.allow_untrusted:
             return {"insecure": True}
         name, path = ("cacert", self.cacert) if self.cacert is not None else ("capath", self.capath)
@@ -95,7 +96,7 @@ def _certificates(path: str | os.PathLike[str]) -> bool:
         if os.path.isdir(path):
             return any(_certificates(entry) for entry in os.scandir(path) if entry.is_file())
         return b"-----BEGIN CERTIFICATE-----" in read_bytes(os.path.abspath(path), 64 << 20)
-    except OSError:  # deleted in the meantime
+    except OSError:  # the file was deleted after it was listed
         return False
 
 
@@ -168,9 +169,9 @@ class _Stream(io.BufferedReader):
         return super().tell()
 
     def seek(self, position: int, whence: int = SEEK_SET, /) -> int:
-        """Seeks to an offset of the object. Raises ValueError for an offset from its end, or before its
-        start. Seeking backwards, or more than 16 MiB forwards, requests the object again; if it has
-        changed, the next read raises OSError."""
+        """Seeks to an offset of the object. Raises ValueError for an offset that is relative to the end or before the
+        start. Seeking backwards, or more than 16 MiB forwards, requests the object again; if it has changed, the next
+        read raises OSError."""
         if whence == SEEK_END:
             raise ValueError("Unsupported `whence`")
         before = self.tell()
@@ -198,7 +199,7 @@ class _Stream(io.BufferedReader):
         return False
 
     def fileno(self) -> int:
-        """Returns -1: there is no descriptor."""
+        """Returns -1, because there is no descriptor."""
         return -1
 
     def close(self) -> None:
@@ -209,15 +210,15 @@ class _Stream(io.BufferedReader):
 class CURLStreamFile(_Stream):
     """A readable, seekable HTTP(S) object.
 
-    begin, end: the byte range to read, end exclusive; None: all. headers: sent with every
-    request to the URI's server, but not to other servers that it redirects to.
-    buffer_size: bytes to buffer.
+    begin, end: the range [begin, end) of bytes to read, by default all. headers: sent with every request to the URI's
+    server, but not to other servers that it redirects to.
+    buffer_size: the size of the buffer in bytes.
 
     Broken connections are resumed. Raises OSError for an object that changes during a read, for a failure that
-    persists, and for an object that cannot be opened; ValueError for an invalid range.
+    persists, and for an object that cannot be opened. Raises ValueError for an invalid range.
     """
 
-    _name = ""  # the name in errors if the URL is secret
+    _name = ""  # shown in errors instead of the URL if that is secret
 
     def __init__(
         self,
@@ -291,7 +292,7 @@ class CURLStreamFile(_Stream):
         return clone
 
     def readinto(self, buffer: Any, /) -> int:
-        """Fills a buffer up to the range's `end`; returns 0 after it. Raises OSError if the object ends earlier."""
+        """Fills a buffer up to the range's `end`, and returns 0 there. Raises OSError if the object ends earlier."""
         view = memoryview(buffer).cast("B")
         limit = len(view) if self._end is None else max(0, min(len(view), self._end - self.tell()))
         count = super().readinto(view[:limit])
@@ -306,9 +307,9 @@ class RedisStreamFile(_Stream):
     """A readable, seekable file in Redis at redis://host[:port]/prefix: the values
     `prefix:...:offset` in order, or one value. rediss:// uses TLS.
 
-    begin, end: the byte range to read, end exclusive; None: all. buffer_size: bytes to
-    buffer. Raises ValueError for another URI. Reads raise the server's errors as OSError. The
-    password comes from REDISCLI_AUTH.
+    begin, end: the range [begin, end) of bytes to read, by default all. buffer_size: the size of the buffer in bytes.
+    Raises ValueError for any other URI. Reads raise the server's errors as OSError. The password comes from
+    REDISCLI_AUTH.
     """
 
     def __init__(
@@ -317,7 +318,7 @@ class RedisStreamFile(_Stream):
         _parse_redis_uri(uri)
         start = time.monotonic()
         self.uri = uri
-        #: Seconds of each wait for bytes.
+        #: The duration of each wait for bytes, in seconds.
         self.response_latencies: list[float] = []
         self._open(uri, begin, end, buffer_size, {})
         self.setup_latency = time.monotonic() - start
@@ -343,8 +344,8 @@ def _s3_download_url(
     s3_region_name: str | None = None,
     s3_signature_version: str | None = None,
 ) -> str:
-    """Returns the URL that `s3_download` opens. The URL is a secret. Raises ValueError for a URI that is not s3://,
-    OSError if it cannot be signed."""
+    """Returns the URL that `s3_download` opens. The URL is a secret. Raises ValueError for a URI that is not s3://, and
+    OSError if the URL cannot be signed."""
     return _s3.url_of(
         path_uri, _s3.direct_options(s3_access_key_id, s3_secret_access_key, s3_endpoint, s3_region_name)
     )
@@ -365,7 +366,7 @@ def s3_download(
     """Opens an s3:// object as a stream, through a URL that is signed for a day. The URL is not signed
     if both credentials are "" or if none are found. Signatures are version 4.
 
-    Raises ValueError for another URI and for an invalid range, OSError if the object cannot be opened.
+    Raises ValueError for any other URI and for an invalid range, and OSError if the object cannot be opened.
     """
     options = _s3.direct_options(s3_access_key_id, s3_secret_access_key, s3_endpoint, s3_region_name)
     return _S3StreamFile(path_uri, options, begin, end, buffer_size, certificate_handling)
@@ -390,7 +391,7 @@ class _S3StreamFile(CURLStreamFile):
             raise OSError(f"Failed to open stream for {uri}: {error}") from error
         super().__init__(url, begin, end, buffer_size=buffer_size, certificate_handling=ca)
         trust = {} if ca is None else ca.options(url)
-        if self.reach is not None and not trust.keys() - {"cacert"}:  # s3:// supports only cacert; else use the URL
+        if self.reach is not None and not trust.keys() - {"cacert"}:  # s3:// supports only cacert
             self.reach = uri, options | trust
 
 
@@ -403,8 +404,8 @@ def s3_upload(
     s3_region_name: str | None = None,
     s3_signature_version: str | None = None,
 ) -> None:
-    """Copies a local file to an s3:// object, which appears when it is complete. Raises ValueError
-    for another URI, and the errors of `overwire.save_file`."""
+    """Copies a local file to an s3:// object, which appears when it is complete. Raises ValueError for any other URI,
+    and the errors of `overwire.save_file`."""
     import shutil
 
     _s3.parse_uri(target_uri)
@@ -434,12 +435,12 @@ def open_stream(
 
     Writes to s3:// go to a temporary file until the stream is closed. If an exception ends a `with` block, the object
     is not written. Missing folders of a path to write are made.
-    begin, end: as for CURLStreamFile; for a path, begin is the first offset. s3_*:
-    credentials ("" for both: none), endpoint and region; `_s3.options_for` lists their other
-    sources. s3_config_path: used instead of ~/.s3cfg. force_http: disables TLS for s3://.
-    s3_signature_version: has no effect; signatures are version 4.
+    begin, end: as for CURLStreamFile; for a path, begin is the first offset. s3_*: credentials (none if both are ""),
+    endpoint and region; `_s3.options_for` lists where they come from by default. s3_config_path: the file to use
+    instead of ~/.s3cfg. force_http: disables TLS for s3://.
+    s3_signature_version: has no effect, because signatures always have version 4.
 
-    Raises ValueError for other modes and schemes, OSError if the stream cannot be opened.
+    Raises ValueError for other modes and schemes, and OSError if the stream cannot be opened.
     """
     if isinstance(path_uri, os.PathLike):
         path, scheme = os.fsdecode(os.fspath(path_uri)), ""
@@ -474,7 +475,7 @@ def open_stream(
         os.makedirs(os.path.dirname(path), exist_ok=True)
     if set(mode) & set("wax+"):
         await_path(path)  # a background save would replace the open file
-    # `regular` refuses pipes, which cannot seek: opening one would wait for a writer.
+    # `regular` refuses pipes, which cannot seek. Opening a pipe would wait for a writer.
     size = -1 if buffer_size is None else buffer_size
     stream = open(path, mode, size, opener=regular if normal == "br" else None)  # noqa: SIM115
     stream.seek(begin or 0)
@@ -482,8 +483,8 @@ def open_stream(
 
 
 def open_writer(path_uri: str | bytes | os.PathLike[str]) -> Any:
-    """Like `open_stream` with mode "wb+", but an existing file stays until the stream is closed,
-    and `drop` discards the new file. Devices and pipes are opened directly."""
+    """Opens a path like `open_stream` with mode "wb+", but an existing file stays until the stream is closed, and
+    `drop` discards the new file. Devices and pipes are opened directly."""
     path = os.fsdecode(path_uri)
     if not isinstance(path_uri, os.PathLike) and path[:7].lower() == "file://":
         path = path[7:]

@@ -1,8 +1,7 @@
 """Implements tensorizer.tensors_pb2: the messages of its tensors.proto.
 
-The enum numbers are always defined. The message classes `Tensor`, `Attribute` and `Module`, and
-`DESCRIPTOR`, are built on first use with the package protobuf. Without it they raise
-MissingPackageError.
+The enum numbers are always defined. The message classes `Tensor`, `Attribute` and `Module`, and `DESCRIPTOR`, are built
+on first use with the package protobuf. Without this package, using them raises MissingPackageError.
 """
 
 from __future__ import annotations
@@ -79,7 +78,7 @@ def _build() -> dict[str, Any]:
         for field_proto in optional:  # after the others, as protoc orders them
             field_proto.oneof_index = len(message.oneof_decl)
             message.oneof_decl.add(name=f"_{field_proto.name}")
-    # A separate pool: if the original is also imported, its messages are in the default pool.
+    # Uses a separate pool, because the original's messages are in the default pool if it is also imported.
     pool = descriptor_pool.DescriptorPool()
     pool.Add(file)
     namespace: dict[str, Any] = {"DESCRIPTOR": pool.FindFileByName("tensors.proto")}

@@ -1,8 +1,8 @@
 """Implements tensorizer.torch_compat: torch.save and torch.load with the tensors in another file.
 
 Inside `tensorizer_saving`, torch.save writes each storage once to a .tensors file next to the .pt file, however many
-tensors share it. Inside `tensorizer_loading`, torch.load reads the storages from that file. A context only applies to
-the thread or task that entered it; others use torch's own functions.
+tensors share it. Inside `tensorizer_loading`, torch.load reads the storages from that file. A context applies only to
+the thread or task that entered it. Other threads and tasks use torch's own functions.
 """
 
 from __future__ import annotations
@@ -58,13 +58,13 @@ class _Scope:
 _saving: ContextVar[_Scope | None] = ContextVar("overwire_tensorizer_saving", default=None)
 _loading: ContextVar[_Scope | None] = ContextVar("overwire_tensorizer_loading", default=None)
 
-# The file of the running call's tensors.
+# The file for the tensors of the running call.
 _save_place: ContextVar[Any] = ContextVar("overwire_tensorizer_save_place", default=None)
 _load_place: ContextVar[Any] = ContextVar("overwire_tensorizer_load_place", default=None)
 
 
 class _TensorizerPickler(pickle.Pickler):
-    """The base of a class that torch makes, with a persistent_id that is called after ours."""
+    """The base of a class that torch makes. That class's persistent_id is called after the one here."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -97,7 +97,7 @@ class _TensorizerPickler(pickle.Pickler):
         return _MARK, 0, "storage", self._numbers[key], getattr(obj, "dtype", None)
 
     def persistent_id(self, obj: Any) -> Any:
-        """Called by pickle. Returns the id of a saved storage, or None for other objects."""
+        """Returns the id of a saved storage, or None for other objects. pickle calls this."""
         return self._storage_id(obj)
 
     def dump(self, obj: Any) -> None:
@@ -116,7 +116,8 @@ class _TensorizerPickler(pickle.Pickler):
 
 
 class _TensorizerUnpickler(pickle.Unpickler):
-    """The base of a class that torch makes. torch sets persistent_load, which is called after ours."""
+    """The base of a class that torch makes. The persistent_load that torch sets is called for ids that were not made
+    here."""
 
     _tensors: Any = None
 
@@ -135,7 +136,7 @@ class _TensorizerUnpickler(pickle.Unpickler):
             raise pickle.UnpicklingError(f"Unsupported TensorizerPickler data version ({pid[1]:d})")
         if pid[2] != "storage":
             raise pickle.UnpicklingError(f"Unsupported TensorizerPickler object type ({pid[2]})")
-        if self._tensors is None:  # read the .tensors file only when one of our ids needs it
+        if self._tensors is None:  # reads the .tensors file only when it is needed
             if scope.function is not None:
                 self._tensors = list(scope.function(place, scope.kwargs))
             else:
@@ -226,13 +227,13 @@ def tensorizer_saving(
 ) -> contextlib.AbstractContextManager[None]:
     """A context in which torch.save(obj, f) writes storages to f + ".tensors".
 
-    file_obj: used instead of that file: any file that a TensorSerializer accepts, or a function
-        of f that returns one, or None for a plain save.
-    save_func: called with (file, tensors, kwargs) instead of a serializer.
-    kwargs: for the TensorSerializer.
+    file_obj: the file to use instead: any file that a TensorSerializer accepts, or a function that takes f and returns
+        such a file, or None for a plain save.
+    save_func: a function that is called with (file, tensors, kwargs) instead of a serializer.
+    kwargs: arguments for the TensorSerializer.
 
-    An io.BytesIO has no name: torch.save then writes the tensors to it as usual, and a warning is
-    logged. torch.save raises ValueError for any pickle_module other than the default.
+    If f is an io.BytesIO, which has no name, torch.save writes the tensors to it as usual, and a warning is logged.
+    torch.save raises ValueError for any pickle_module other than the default.
     """
     return _save.on(_saving, _Scope(file_obj, save_func, kwargs))
 
@@ -240,11 +241,11 @@ def tensorizer_saving(
 def tensorizer_loading(
     file_obj: Any = None, *, load_func: Any = None, suppress_weights_only: bool = False, **kwargs: Any
 ) -> contextlib.AbstractContextManager[None]:
-    """A context in which torch.load(f) reads storages from f + ".tensors" if f was saved that
-    way; other files load as usual.
+    """A context in which torch.load(f) reads storages from f + ".tensors" if f was saved that way. Other files load as
+    usual.
 
     file_obj, kwargs: as for `tensorizer_saving`, for a TensorDeserializer.
-    load_func: called with (file, kwargs) instead of a deserializer; returns the tensors.
-    suppress_weights_only: replaces weights_only=True, which torch refuses here, with False.
+    load_func: a function that is called with (file, kwargs) instead of a deserializer, and returns the tensors.
+    suppress_weights_only: whether to replace weights_only=True, which torch refuses here, with False.
     """
     return _load.on(_loading, _Scope(file_obj, load_func, kwargs, suppress_weights_only))

@@ -33,7 +33,7 @@ def convert_bytes(num: float, decimal: bool = True) -> str:
 
 
 def get_device() -> torch.device:
-    """Returns "cuda" if there is a GPU, else the CPU."""
+    """Returns the device "cuda" if there is a GPU, otherwise the CPU."""
     import torch
 
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -55,7 +55,7 @@ class GlobalGPUMemoryUsage(NamedTuple):
 
     @classmethod
     def now(cls, device: Any = None) -> GlobalGPUMemoryUsage | None:
-        """Measures the memory; returns None without a GPU."""
+        """Measures the memory. Returns None without a GPU."""
         import torch
 
         if not torch.cuda.is_available():
@@ -77,7 +77,7 @@ class TorchGPUMemoryUsage(NamedTuple):
 
     @classmethod
     def now(cls, device: Any = None) -> TorchGPUMemoryUsage | None:
-        """Measures the memory; returns None without a GPU."""
+        """Measures the memory. Returns None without a GPU."""
         import torch
 
         if not torch.cuda.is_available():
@@ -136,7 +136,7 @@ class MemoryUsage(NamedTuple):
 
 
 def get_mem_usage() -> str:
-    """Returns `MemoryUsage.now()` as a text."""
+    """Returns `MemoryUsage.now()` as text."""
     return str(MemoryUsage.now())
 
 
@@ -144,10 +144,10 @@ _without: contextvars.ContextVar[bool] = contextvars.ContextVar("overwire_no_ini
 
 
 def no_init_or_tensor(loading_code: Callable[[], Any] | None = None) -> Any:
-    """A context for making modules without weights. In it, and only in this thread or task, `torch.empty`
+    """A context for making modules without weights. Inside the context, in this thread or task only, `torch.empty`
     makes meta tensors, and `reset_parameters` of Linear, Embedding and LayerNorm does nothing.
 
-    Returns a context manager, or the result of loading_code, which is called in the context. Raises
+    Returns a context manager. If loading_code is given, calls it in the context and returns its result. Raises
     TypeError if loading_code is not callable.
     """
     if loading_code is None:

@@ -1,6 +1,6 @@
-"""Checks where a model's code comes from. A prepared model is only stored if all of its code belongs to the engine as
-it was installed. Out-of-tree models, plug-ins, editable installs and functions that replace the engine's are refused,
-because their changes cannot be detected.
+"""Checks where a model's code comes from. A prepared model is stored only if all of its code belongs to the engine as
+it was installed. Out-of-tree models, plug-ins, editable installs and functions that replace the engine's own are
+refused, because changes to them cannot be detected.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _WRAPPERS = (
     functools.cached_property,
 )
 
-# Packages from which engines import functions. Their files may be in any folder, and their sizes and times are noted.
+# Packages from which engines import functions. The files may be in any folder, and their sizes and times are noted.
 _BUILT_ON = frozenset("einops filelock huggingface_hub numpy regex requests safetensors tqdm transformers".split())
 
 # Class attributes that do not change the behaviour of the code.
@@ -44,7 +44,7 @@ _ABOUT = frozenset(
 
 
 class Foreign(Exception):
-    """The model uses code that does not belong to the engine."""
+    """Raised if a model uses code that does not belong to the engine."""
 
 
 def digest_of_code(model: torch.nn.Module, engine: str, loaders: Iterable[str]) -> str:
@@ -92,8 +92,8 @@ class _CodeWalk:
         self._own = tuple(one + os.sep for one in own)
         self._python = sysconfig.get_path("stdlib") + os.sep
         self._tops = {engine, "torch", "overwire", "builtins"} | sys.stdlib_module_names - {"__main__"}
-        self._seen: dict[int, Any] = {}  # keyed by id; refers to the object, so that its id stays unique
-        self._methods: set[tuple[int, type]] = set()  # id of the function, and class; the functions are in `_seen`
+        self._seen: dict[int, Any] = {}  # keyed by id; the values keep the objects alive, so that ids stay unique
+        self._methods: set[tuple[int, type]] = set()  # a function's id, and a class; see `_seen`
         self.facts: list[Any] = []
 
     def look_at_class(self, kind: type) -> set[str]:
@@ -113,7 +113,7 @@ class _CodeWalk:
         return modules
 
     def look_at_functions(self, module: str) -> None:
-        """Inspects the functions in an engine's module, including imported ones."""
+        """Inspects the functions in an engine's module, including functions that it imports."""
         for name, value in sorted(vars(sys.modules.get(module, object)).items()):
             if not isinstance(value, FunctionType | functools.partial | MethodType):
                 continue
@@ -126,7 +126,7 @@ class _CodeWalk:
                 self.look_at_value(value)
 
     def _note_imported(self, value: Any, file: str) -> bool:
-        # Returns whether this value is an attribute of a module in `_BUILT_ON`, and if so notes the file.
+        # Returns whether this value is an attribute of a module in `_BUILT_ON`. If so, notes the file.
         module, name = value.__module__ or "", value.__name__
         if module.partition(".")[0] not in _BUILT_ON or getattr(sys.modules.get(module), name, None) is not value:
             return False
@@ -192,7 +192,7 @@ class _CodeWalk:
         return file.startswith(self._python) and "-packages" not in file[len(self._python) :].partition(os.sep)[0]
 
     def _mark_seen(self, value: Any) -> bool:
-        # Marks a value as inspected. Returns False if it already was inspected.
+        # Marks a value as inspected. Returns False if it was already marked.
         if id(value) in self._seen:
             return False
         self._seen[id(value)] = value

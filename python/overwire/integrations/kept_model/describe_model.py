@@ -1,8 +1,8 @@
 """Describes everything in a model other than its weights as text. Two models with the same texts are equal.
 
 The description covers every attribute of every module and parameter, and the contents of objects of the engine's own
-classes, such as kernels and quantisation methods. A tensor in the memory of one of the model's tensors is described by
-its offset there. Other tensors are described by their bytes.
+classes, such as kernels and quantisation methods. A tensor that is a view of one of the model's tensors is described by
+its offset in that tensor. Any other tensor is described by its bytes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MANY = (list, tuple, set, frozenset, deque)
 # The largest tensor, in bytes, that is described by its bytes.
 _SMALL = 1 << 20
 
-# Attributes of a module that torch defines, or that are described by their contents.
+# Attributes of a module that torch defines, or whose contents are described in another way.
 _APART = frozenset(torch.nn.Module().__dict__)
 
 # The prefix of overwire's attributes, which are not part of the model.
@@ -82,13 +82,13 @@ class Describer:
         self._engine, self._opaque = engine + ".", opaque
         self._paths = {id(module): path for path, module in model.named_modules()}
         self._model = model
-        self._known: dict[int, tuple[Any, str]] = {}  # keeps the object, so that its id stays unique
+        self._known: dict[int, tuple[Any, str]] = {}  # the values keep the objects alive, so that ids stay unique
         self._open: set[int] = set()
 
     def describe_modules(self) -> dict[str, dict[str, str]]:
         """Returns the description of each attribute of each module, by the module's path. Attributes of parameters
         have names like `weight.attribute`."""
-        with torch._C.DisableTorchFunctionSubclass():  # without this, the engines' parameter classes are slow
+        with torch._C.DisableTorchFunctionSubclass():  # otherwise the engines' parameter classes are slow
             return {path: self._describe_module(module) for path, module in self._model.named_modules()}
 
     def _describe_module(self, module: torch.nn.Module) -> dict[str, str]:
@@ -151,8 +151,7 @@ class Describer:
         return self._describe_object(value)
 
     def _describe_object(self, value: Any) -> str:
-        # Describes the contents of an object if its class belongs to the engine. Describes other objects only by their
-        # class.
+        # Describes the contents of an object if its class belongs to the engine, otherwise only the class.
         kind = _kind_of(value)
         if not kind.startswith(self._engine) or kind.startswith(self._opaque):
             return kind

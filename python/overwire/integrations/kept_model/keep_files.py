@@ -1,8 +1,8 @@
 """Stores models in a folder after an engine has processed them, one file per rank.
 
-A file is an overwire container. Its name is a fingerprint of everything that the engine's processing depends on and
-that is known before the model is built. Its metadata lists the name and kind of each tensor in the model, and describes
-every attribute of every module. A model that is restored from the file is used only if its description is the same.
+A file is an overwire container. The name of the file is a fingerprint of all inputs of the engine's processing that are
+known before the model is built. The metadata lists the name and kind of each tensor in the model, and describes every
+attribute of every module. A model that is restored from the file is used only if its description is the same.
 
 A file appears only when it is complete, and only its owner can write it. When the folder exceeds its limit,
 the least recently used files are removed.
@@ -33,7 +33,7 @@ _BEGUN = ".begun-"
 # The names of overwire's files. Other files in the folder are never removed.
 _OURS = re.compile(r"[0-9a-f]{40}" + re.escape(_SUFFIX))
 
-# The longest time in seconds from the creation of a new file until its writer locks it.
+# The most seconds between the creation of a new file and the time when its writer locks it.
 _LATE = 60.0
 
 _GB = 10**9
@@ -41,16 +41,16 @@ _GB = 10**9
 # The parts of a complete record.
 _RECORD = {"tensors": dict, "names": dict, "modules": dict, "origins": str}
 
-# The bytes of each read. The bytes are then read again, from the processor's cache.
+# The bytes of each read. They are then read again, from the processor's cache.
 _BLOCK = 1 << 20
 
 
 class Refused(Exception):
-    """A model is not stored, or not restored from a stored file. The message gives the reason."""
+    """Raised if a model is not stored, or is not restored from a stored file. The message gives the reason."""
 
 
 class Damaged(Refused):
-    """The stored file was damaged and has been removed. The model may be stored again."""
+    """Raised if the stored file was damaged and has been removed. The model may be stored again."""
 
 
 class Kept(NamedTuple):
@@ -77,7 +77,7 @@ def ensure_folder(chosen: bool | str) -> str:
     try:
         os.makedirs(path, mode=0o700, exist_ok=True)
         _check_owner(os.stat(path), path)
-        refuse_planted(path)  # the owner of a folder above could replace it
+        refuse_planted(path)  # the owner of a parent folder could replace this folder
     except AccessError as error:
         raise Refused(str(error)) from None
     except OSError as error:
@@ -86,14 +86,14 @@ def ensure_folder(chosen: bool | str) -> str:
 
 
 def _check_owner(found: os.stat_result, path: str) -> None:
-    # A user who can write these files controls the model's weights and attributes.
+    # A user who can write to these files controls the model's weights and attributes.
     if found.st_uid != os.geteuid() or found.st_mode & 0o022:
         raise Refused(f"{path} belongs to another user, or other users may write to it")
 
 
 def find_file(folder: str, name: str) -> Kept | None:
     """Returns the file of a fingerprint, or None if it does not exist. Raises Refused if the file cannot be used, or if
-    it notes that the model cannot be stored."""
+    it contains a note that the model cannot be stored."""
     import overwire
 
     path = os.path.join(folder, name + _SUFFIX)
@@ -117,7 +117,7 @@ def find_file(folder: str, name: str) -> Kept | None:
         raise Damaged(f"{path} is damaged: {error}") from None
     except overwire.NotFoundError:
         return None  # another process has removed it
-    except (overwire.OverwireError, OSError) as error:  # the file stays, because it may be intact
+    except (overwire.OverwireError, OSError) as error:  # the file is not removed, because it may be intact
         raise Refused(f"{path} cannot be read: {error}") from None
     if record.get("refused"):
         raise Refused(str(record["refused"]))
@@ -136,7 +136,7 @@ def newest_name(folder: str, place: str) -> str | None:
 
 
 def note_use(path: str) -> None:
-    """Marks a file as just used."""
+    """Sets a file's time of last use to now."""
     with contextlib.suppress(OSError):
         os.utime(path)
 
@@ -152,8 +152,8 @@ def keep_file(
 ) -> str:
     """Writes the file of a fingerprint, removes old files, and returns its path.
 
-    digests: the digests of the tensors when they were described. Raises Refused if the tensors have changed since, or
-    if they are larger than the folder's limit. Also raises the errors of saving. After an error there is no file.
+    digests: the digests of the tensors when they were described. Raises Refused if the tensors have changed since then,
+    or if they are larger than the folder's limit. Also raises the errors of saving. After an error there is no file.
     """
     import overwire
 
@@ -184,7 +184,8 @@ def keep_file(
 
 
 def _remove_left(folder: str) -> None:
-    # Removes unfinished files of writers that have ended: no process, in any (OS) container, holds their lock.
+    # Removes unfinished files of writers that have ended. No process holds the locks of these files, not even a process
+    # in another OS container.
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:
             if not entry.name.startswith(_BEGUN) or not entry.is_file(follow_symlinks=False):
@@ -196,7 +197,7 @@ def _remove_left(folder: str) -> None:
 
 
 def _activate_pages(path: str) -> None:
-    # Reads each block of a new file twice. Linux then moves its pages to the active list, which takes a lock that all
+    # Reads each block of a new file twice, so that Linux moves its pages to the active list. This takes a lock that all
     # processors share. Otherwise the first load would do this, and would take 0.2 s longer for 16 GB.
     block = memoryview(bytearray(_BLOCK))
     with open(path, "rb", buffering=0) as file:
@@ -214,7 +215,7 @@ def is_passing(error: BaseException | None) -> bool:
     while error is not None:
         if isinstance(error, (overwire.OverwireError, MemoryError, OSError, *of_gpu)):
             return True
-        if isinstance(error, RuntimeError) and "can't start new thread" in str(error):  # Python has no class for it
+        if isinstance(error, RuntimeError) and "can't start new thread" in str(error):  # it has no class
             return True
         error = error.__cause__
     return False
@@ -246,7 +247,7 @@ def _evict_files(folder: str, newest: str, most: int) -> None:
 
 
 def fingerprint(*parts: Any) -> str:
-    """Returns a digest of the parts, which are converted to JSON, or to text where JSON has no type for them."""
+    """Returns a digest of the parts as JSON. A value that JSON cannot express is converted to text first."""
     out = hashlib.sha256()
     for part in parts:
         text = json.dumps(part, default=str, sort_keys=True).encode()

@@ -22,11 +22,12 @@ from .keep_files import Refused
 # The most extra memory for loading tensors with gaps, in bytes.
 _MOST = 1 << 28
 
-#: For each name of a tensor: its kind, and the first name of the tensor or None if the model's value is None.
+#: Maps each name of a tensor to its kind, and to the first name of the tensor, or None if the model's value is None.
 Names = dict[str, list[Any]]
 
-#: For each tensor, by its first name: class, dtype, shape, stride, device type, the tensor that owns its memory and the
-#: byte offset in it (None if the tensor owns its memory), and the names of its attributes.
+#: Maps the first name of each tensor to its class, dtype, shape, stride, device type, position in another tensor, and
+#: the names of its attributes. The position is the name of the tensor that owns the memory and the byte offset there,
+#: or None if the tensor owns its memory.
 Rows = dict[str, list[Any]]
 
 
@@ -44,8 +45,8 @@ def _parts_of_modules(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module,
 
 
 def take_tensors(model: torch.nn.Module) -> tuple[dict[str, torch.Tensor], Rows, Names]:
-    """Returns the tensors that own their memory by name, the rows of all tensors, and all names. The tensors are views
-    with dimensions in memory order. Raises Refused if a tensor could not be restored."""
+    """Returns the tensors that own their memory by name, the rows of all tensors, and all names. The returned tensors
+    are views, with the dimensions in memory order. Raises Refused if a tensor could not be restored."""
     names: Names = {}
     every: dict[str, torch.Tensor] = {}
     first: dict[int, str] = {}
@@ -57,7 +58,7 @@ def take_tensors(model: torch.nn.Module) -> tuple[dict[str, torch.Tensor], Rows,
     own: dict[str, torch.Tensor] = {}
     rows: Rows = {}
     with torch._C.DisableTorchFunctionSubclass():  # without this, the engines' parameter classes are slow
-        for name in sorted(every, key=lambda name: every[name].nbytes, reverse=True):  # those may contain others
+        for name in sorted(every, key=lambda name: every[name].nbytes, reverse=True):  # large ones may hold others
             tensor = every[name]
             if (
                 tensor.device.type == "meta"
@@ -92,9 +93,9 @@ class Arriving:
     """
 
     def __init__(self, path: str, rows: Mapping[str, list[Any]], device: torch.device) -> None:
-        """Starts to load. rows: from `take_tensors`. device: for tensors that are not on the host. Raises Refused if
-        the file contains other tensors, or if a row has an unknown device or dtype. Also raises errors of torch and of
-        opening the file. After an error all memory is freed."""
+        """Starts to load. rows: the rows from `take_tensors`. device: the device for tensors that are not on the host.
+        Raises Refused if the file contains other tensors, or if a row has an unknown device or dtype. Also raises
+        errors of torch and of opening the file. After an error all memory is freed."""
         self._path, self._device = path, device
         self.rows = rows
         #: The tensors by name. They are loaded into this memory.
@@ -110,7 +111,8 @@ class Arriving:
             self._opening.join()
             if self._failure.error is not None:
                 raise self._failure.error
-            # This runs here, because another thread would often wait for the GIL while the model is built.
+            # The load begins on this thread, because another thread would often wait for the GIL while the model is
+            # built.
             self._begin_loading()
 
     def _open_file(self) -> None:
@@ -169,7 +171,8 @@ def put_tensors(
     model: torch.nn.Module, arriving: Arriving, names: Mapping[str, list[Any]], engine: str
 ) -> dict[str, torch.Tensor]:
     """Puts the tensors of a file, which may still be loading, into a model on the meta device. Returns them under all
-    their names. engine: the name of the engine's package. Objects of its classes may also refer to the tensors.
+    their names. engine: the name of the engine's package. References to the tensors in objects of the engine's classes
+    are also replaced.
 
     Raises Refused if the model has no matching module or attribute.
     """
@@ -179,7 +182,7 @@ def put_tensors(
         if row[5] is not None:
             tensors[name] = _view_of(tensors[row[5][0]], row)
     parts: dict[str, torch.Tensor] = {}
-    swaps: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # refers to the old tensor, so that its id stays unique
+    swaps: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # keeps old tensors alive, so ids stay unique
     for name, (kind, first) in names.items():
         module = modules.get(name.rpartition(".")[0])
         if module is None:
@@ -236,7 +239,8 @@ def _view_of(base: torch.Tensor, row: list[Any]) -> torch.Tensor:
 
 
 def _restore_type(name: str, tensor: torch.Tensor, row: list[Any], old: Any) -> torch.Tensor:
-    # Restores the class and attributes of a tensor. Their values come from the model's old tensor of that name.
+    # Restores the class and attributes of a tensor. The values of the attributes come from the model's old tensor of
+    # that name.
     kinds = {f"{kind.__module__}.{kind.__qualname__}": kind for kind in (torch.Tensor, torch.nn.Parameter, type(old))}
     kind = kinds.get(row[0])
     if kind is None or not issubclass(kind, torch.Tensor):
@@ -267,8 +271,9 @@ def _put_in_module(module: torch.nn.Module, leaf: str, kind: str, tensor: torch.
 def match_processed(
     model: torch.nn.Module, names: Mapping[str, list[Any]], tensors: Mapping[str, torch.Tensor]
 ) -> None:
-    """Makes a model match the processed one after the engine has processed it again. Removes meta tensors with other
-    names, which the processing dropped the first time, and restores attributes that it has created again.
+    """Makes a model equal to the stored model after the engine has processed it again. Removes meta tensors with other
+    names, which the first processing had also removed, and restores attributes that the second processing has created
+    again.
     tensors: the result of `put_tensors`."""
     modules = dict(model.named_modules())
     for name, (kind, _) in names.items():

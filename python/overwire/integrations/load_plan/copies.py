@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-#: Dtypes with several elements per byte, or with elements that end inside a byte.
+#: Dtypes with elements smaller than a byte.
 PACKED = ("F4", "F6_E2M3", "F6_E3M2")
 
 
 class Stored(NamedTuple):
-    """A tensor of an open file. at: its row in the file's table. shape: the shape in torch."""
+    """A tensor of an open file. at: the number of its row in the file's table. shape: the shape in torch."""
 
     file: Any
     at: int
@@ -124,9 +124,9 @@ def request_of(copy: Copy, device: torch.device) -> tuple[int, int, int, int, in
 
 
 def begin_landing(copies: Sequence[Copy], device: torch.device) -> tuple[Any, list[Copy], list[Copy]]:
-    """Starts a load of those copies that belong to the first copy's file and that the engine can land directly. Returns
-    the job, these copies, and the other copies. If there are no such copies, or if the file was preloaded, the job is
-    None and all copies are other copies."""
+    """Starts to load the copies that are from the same file as the first copy and that the engine can land directly.
+    Returns the job, these copies, and the remaining copies. If there are no such copies, or if the file was preloaded,
+    the job is None and all copies remain."""
     from ..._compat_api import landing
 
     file = copies[0].of.file if copies else None
@@ -150,9 +150,9 @@ def begin_landing(copies: Sequence[Copy], device: torch.device) -> tuple[Any, li
 def load_copies(copies: Iterable[Copy], most: int) -> None:
     """Loads copies into their targets, in one pass per file. The copies must not overlap.
 
-    A view that is a block of its tensor lands directly in the target. For other views, such as transposed ones or
-    slices of the third dimension, the rows that contain them are loaded into extra memory first. The extra memory holds
-    at most `most` bytes of rows, or the rows of one view.
+    A view that is a block of its tensor lands directly in the target. For other views, such as transposed views or
+    slices of the third dimension, the rows that contain the view are first loaded into extra memory. The extra memory
+    holds at most `most` bytes of rows, or the rows of one view.
     """
     groups: dict[tuple[int, torch.device], list[Copy]] = {}
     for copy in copies:
@@ -222,19 +222,19 @@ def view_in_shape(target: torch.Tensor, shape: Sequence[int]) -> torch.Tensor | 
 
 
 class Early:
-    """Loads some copies while others are still being recorded. It runs one load at a time. Many small calls of
-    `begin` thus become few large loads."""
+    """Loads some copies while others are still being recorded. Only one load runs at a time, so many small calls of
+    `begin` become few large loads."""
 
     def __init__(self, device: Callable[[], torch.device]) -> None:
-        """device: returns the device for the files' tensors. It is called by the first `begin`."""
+        """device: returns the device for the files' tensors. The first `begin` calls it."""
         self._device = device
         self._job: Any = None
         #: All copies that have started to load.
         self.copies: list[Copy] = []
 
     def begin(self, copies: list[Copy]) -> list[Copy]:
-        """Starts to load the copies of one file that can land directly, and returns the others. Returns all copies
-        while a load is running, or if the file was preloaded. Raises the error of the previous load."""
+        """Starts to load the copies of one file that can land directly, and returns the remaining copies. Returns all
+        copies while a load is running, or if the file was preloaded. Raises the error of the previous load."""
         if self._job is not None:
             if not self._job.ended(0):
                 return copies
@@ -258,8 +258,8 @@ class Early:
 
 
 class _Block(NamedTuple):
-    # Bytes of a storage: from `low` on, the first `width` bytes of every `period` bytes. A period of 0 means a single
-    # row.
+    # Bytes of a storage: from `low` on, the first `width` bytes of every `period` bytes. If `period` is 0, there is a
+    # single row.
 
     low: int
     width: int
@@ -267,7 +267,7 @@ class _Block(NamedTuple):
     name: str
 
     def is_apart(self, other: _Block) -> bool:
-        # Returns whether two blocks with overlapping ranges certainly share no byte.
+        # Returns whether it is certain that two blocks with overlapping ranges share no byte.
         if not self.period or self.period != other.period:
             return False
         distance = (other.low - self.low) % self.period
@@ -279,7 +279,7 @@ class Destinations:
     matrix while other copies write the other columns."""
 
     def __init__(self) -> None:
-        # By storage: ordered stretches that do not overlap, each with first byte, end and blocks.
+        # Maps storages to ordered stretches that do not overlap. A stretch has a first byte, an end, and blocks.
         self._stretches: dict[int, list[tuple[int, int, list[_Block]]]] = {}
 
     def __bool__(self) -> bool:

@@ -11,8 +11,8 @@ from typing import Any
 from ..._compat_api import start_thread
 from .copies import elements
 
-#: A loader gets tensors of at most this many elements with their data. These are scales and shapes of packed matrices,
-#: and several such tensors of a file are combined in one parameter.
+#: A loader gets tensors of at most this many elements with their data, because it combines several of them in one
+#: parameter: scales, and shapes of packed matrices.
 SMALL = 2
 
 
@@ -61,7 +61,7 @@ class Opening:
                 return
             options: Any = {key: self._chosen.get(key) for key in ("storage_options", "host")}
             sheet = Sheet(overwire.safe_open(result[0], framework="pt", device=self._device, **options))
-            self._found, self._sheet = result, sheet  # `close` closes the file if an error follows
+            self._found, self._sheet = result, sheet  # after an error, `close` closes the file
             self._absent = missing_names(result[1], result[0], {row[0] for row in sheet.rows})
         except Exception:
             self._found = None

@@ -7,12 +7,11 @@ yet, raises `Unplannable`.
 
 torch's dispatcher has an unused key for test modes, `TESTING_ONLY_GenericMode`, which precedes all other keys. A
 recording thread enables it for itself. torch then passes each operation to the recorder first. Views and composite
-operations skip the recorder and cost nothing extra. Real tensors behave as usual. While a thread records, stand-ins
-report the device of the tensors that they represent.
+operations skip the recorder and are not slower than usual. Real tensors behave as usual. While a thread records,
+stand-ins report the device of the tensors that they represent.
 
 Noted copies are loaded while the loader still runs, as long as it only copies. If the loader must run again on real
-tensors, it first repeats the steps that it took on stand-ins. So it overwrites all loaded data before it can read any
-of it.
+tensors, it first repeats the steps that it took on stand-ins. So it overwrites all loaded data before it can read them.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ _aten = torch.ops.aten
 _COPY = _aten.copy_.default
 _ITEM = _aten._local_scalar_dense.default
 
-# The options other than dtype and device that a copy of a stand-in may request.
+# The options that a copy of a stand-in may request, other than dtype and device.
 _USUAL = {"layout": (None, torch.strided), "pin_memory": (None, False), "memory_format": (None, torch.preserve_format)}
 _ZEROES = frozenset((_aten.fill_.Scalar, _aten.zero_.default))
 
@@ -63,7 +62,7 @@ EARLY = 64 << 20
 
 
 class Unplannable(Exception):
-    """The model cannot be loaded by slices, because its loader runs `operation` on the tensor `name`."""
+    """Raised if a model cannot be loaded by slices, because its loader runs `operation` on the tensor `name`."""
 
     def __init__(self, name: str, operation: str) -> None:
         super().__init__(f"{operation} needs the data of {name}")
@@ -72,8 +71,8 @@ class Unplannable(Exception):
 
 class _Stored(NamedTuple):
     # The tensor that a stand-in represents. dtype: the torch dtype of the stored tensor. device: the device that the
-    # stand-in reports. memory: a weak reference to the stand-in's storage. It shows whether a view is alive, and keeps
-    # the identity of the storage unique.
+    # stand-in reports. memory: a weak reference to the stand-in's storage. It shows whether a view still exists, and
+    # keeps the identity of the storage unique.
 
     stored: Stored
     dtype: torch.dtype
@@ -84,8 +83,9 @@ class _Stored(NamedTuple):
 class Recorder:
     """A context that records copies of stand-ins into real tensors, on this thread only.
 
-    load: loads the copies that were recorded since its last call. It gets a list of `Copy` and runs with the
-    recorder off. early: starts to load some copies, and returns those that it does not load.
+    load: a function that loads the copies that were recorded since its last call. It gets a list of `Copy` and runs
+    with the recorder off. early: a function that starts to load some copies, and returns the copies that it does not
+    load.
     """
 
     def __init__(
@@ -97,9 +97,9 @@ class Recorder:
         self._destinations = Destinations()  # the destinations of the recorded copies
         self._entered = contextlib.ExitStack()
         self._of: dict[int, _Stored] = {}  # keyed by the identity of the stand-in's storage
-        self._living: list[_Stored] = []  # stand-ins that were alive at the last check, and newer ones
+        self._living: list[_Stored] = []  # the stand-ins that existed at the last check, and those made since then
         self._offered = False
-        #: Whether everything was recorded and the load of the remaining copies has begun.
+        #: Whether all copies were recorded and the load of the remaining ones has begun.
         self.began = False
         #: The error of a load that `offer_early` began.
         self.failed: BaseException | None = None
@@ -110,7 +110,8 @@ class Recorder:
         # Addresses of storages that the loader first set to zero or to the data of a small tensor.
         self._zeros: set[int] = set()
         self._given: set[int] = set()  # addresses of the storages of these small tensors
-        # Whether the loader ran other operations. Their results may depend on tensors that are loaded early.
+        # Whether the loader ran operations other than copies. Their results may depend on tensors that are loaded
+        # early.
         self._works = False
 
     def __enter__(self) -> Recorder:
@@ -212,7 +213,7 @@ class Recorder:
                     raise Unplannable(of.stored.name, f"{func} to another dtype")
                 return views
             if func is _aten.clone.default and one.is_contiguous():
-                return one.view(one.shape)  # nothing can write to a stand-in, so a view is equivalent
+                return one.view(one.shape)  # nothing can write to a stand-in, so a view replaces a copy
             usual = all(value in _USUAL.get(key, (value,)) for key, value in kwargs.items())
             if func is _aten._to_copy.default and usual:
                 device = torch.device(kwargs.get("device") or of.device)
@@ -226,8 +227,8 @@ class Recorder:
         return other.as_strided(one.shape, one.stride(), one.storage_offset())
 
     def _note_copy(self, target: torch.Tensor, one: torch.Tensor, of: _Stored) -> torch.Tensor:
-        # Copies to a meta tensor are refused: an engine would process that tensor once it is complete. If the stand-in
-        # was cast, it must have been cast to the target's dtype.
+        # Refuses copies to a meta tensor, because an engine would process that tensor as soon as it is complete. If the
+        # stand-in was cast, it must have been cast to the target's dtype.
         name = of.stored.name
         if _is_meta(target) or target.shape != one.shape or one.dtype not in (of.dtype, target.dtype):
             what = f"{one.dtype} {list(one.shape)} to {target.dtype} {list(target.shape)} on {target.device}"
@@ -278,7 +279,8 @@ class Recorder:
             self._refuse_pending(func, args, kwargs)
 
     def _note_read(self, tensor: torch.Tensor) -> bool:
-        # Returns whether reading this tensor reads a value from before the loader ran, and if so notes its storage.
+        # Returns whether a read of this tensor may return a value from before the loader ran. If so, notes the tensor's
+        # storage.
         memory = tensor.untyped_storage().data_ptr()
         if tensor.is_floating_point() or tensor.is_complex() or tensor.device.type == "meta" or memory in self._zeros:
             return False
@@ -295,7 +297,7 @@ class Recorder:
         return tensor
 
     def _refuse_pending(self, func: Any, args: Any, kwargs: Any) -> None:
-        # Raises if an operation uses a real tensor that is not loaded yet.
+        # Raises Unplannable if an operation uses a real tensor that is not loaded yet.
         for tensor in _tensors_in((args, kwargs)):
             if tensor.device.type == "meta" or not tensor.numel():
                 continue
@@ -312,7 +314,7 @@ _is_meta = torch._C.TensorBase.is_meta.__get__  # type: ignore[attr-defined]
 
 class _DeviceAnswers:
     # A context that several threads may enter at the same time. Inside it, stand-ins report the device of the tensors
-    # that they represent, because loaders may depend on it.
+    # that they represent, because loaders may depend on the device.
 
     def __init__(self) -> None:
         self._lock, self._count = new_lock(), 0
@@ -354,7 +356,7 @@ def _property_that_answers(own: Any, answer: Callable[[torch.device], Any]) -> p
 
 
 def _intercept_operation(func: Any, *args: Any, **kwargs: Any) -> Any:
-    # torch calls this for the operations of a recording thread.
+    # torch calls this function for the operations of a recording thread.
     recorder: Recorder = _here.recorder
     if func is _COPY and not kwargs:  # the most frequent case
         target, one = args[:2]
@@ -399,8 +401,8 @@ def _tensors_in(tree: Any) -> Iterator[Any]:
             yield from _tensors_in(value)
 
 
-# Whether an operation is a view, by the operation's id, because hashing an operation is a slow Python call.
-# `_OPERATIONS` refers to the operations, so that their ids stay unique. Operations that interpret the same bytes as
+# Maps the id of an operation to whether it is a view. The keys are ids because hashing an operation is a slow Python
+# call. `_OPERATIONS` keeps the operations alive, so that ids stay unique. Operations that interpret the same bytes as
 # other numbers do not count as views.
 _VIEWS: dict[int, bool] = {id(func): False for func in (_aten._conj.default, _aten._neg_view.default, *_READS)}
 _OPERATIONS: list[Any] = []
@@ -422,8 +424,8 @@ def _is_view(func: Any) -> bool:
 class Opened:
     """A source for a run of a model's loader.
 
-    file: the open file, or None for a delta. sheet: the file's table. at: the positions of the tensors that the
-    loader gets, or None for all. small: those tensors with at most `SMALL` elements, with their data.
+    file: the open file, or None for a delta. sheet: the file's table. at: the positions of the tensors that the loader
+    gets, or None for all. small: the tensors of at most `SMALL` elements among them, with their data.
     device: the device to which tensors are loaded.
     """
 

@@ -1,6 +1,6 @@
 """Loads a model by slices: records the copies of the model's own loader, then loads the copied bytes.
 
-Ranks that share the reading wait for each other once each has recorded its copies.
+Ranks that share the reading wait for each other after they have recorded their copies.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from . import copies, record_copies
 from .copies import Copy
 from .record_copies import Opened, Recorder, Unplannable
 
-#: If ranks share the reading, each loads a range of a tensor's rows by itself if the range has at least this many
-#: bytes. Other ranks may then read the first and the last chunk again, which costs little.
+#: Ranks that share the reading load a range of a tensor's rows by themselves if it has at least this many bytes. Other
+#: ranks may then read the first and the last chunk again, which takes little time.
 APART = 32 << 20
 
 
@@ -36,7 +36,7 @@ class SliceLoad:
         self._quiet = contextlib.ExitStack()  # pauses garbage collections while the loader runs
         self._sources: list[Opened] = []
         self._left: list[Opened] = []
-        self._group: Any = None  # the group, if its ranks will load together; else None
+        self._group: Any = None  # the group, if its ranks will load together, otherwise None
         self._postponed: list[Copy] = []  # copies for the load of the group
 
     @property
@@ -68,8 +68,8 @@ class SliceLoad:
     ) -> Iterator[None]:
         """Returns a context in which `model.load_weights` loads by slices.
 
-        look: yields the weights that the engine's loader would pass to the model. group: a process group of ranks
-        that all load this way and can share the reading. pays: see `should_share_reading`.
+        look: yields the weights that the engine's loader would pass to the model. group: a process group of ranks that
+        all load by slices and can share the reading. pays: see `should_share_reading`.
         """
         own_loader = vars(model).get("load_weights")
         original = model.load_weights
@@ -85,8 +85,8 @@ class SliceLoad:
     def _load_slices(self, original: Any, look: Any, group: Any, pays: bool, weights: Any) -> Any:
         from ..._compat_api import many_objects
 
-        # Tens of thousands of stand-ins would trigger full garbage collections, which visit everything that an engine
-        # has imported.
+        # Tens of thousands of stand-ins would trigger full garbage collections, which visit all objects that an engine
+        # has created.
         with self._recorder.pause(), many_objects():
             self._open_with_ranks(functools.partial(self._open_sources, look), group, pays)
         try:
@@ -95,11 +95,11 @@ class SliceLoad:
                 return original(weights)
         finally:
             with self._recorder.pause():
-                self._meet_ranks()  # the other ranks wait even if this rank has failed or has nothing to load
+                self._meet_ranks()  # the other ranks wait for this rank, even if it has failed or has nothing to load
 
     def _open_with_ranks(self, opens: Callable[[], None], group: Any, pays: bool) -> None:
         # Opens the sources, and agrees with the other ranks whether they share the reading.
-        if group is None:  # a single rank avoids importing the group code, which takes 20 ms
+        if group is None:  # a single rank does not need the group code, whose import takes 20 ms
             opens()
             return
         from ..._compat_api import should_share_reading
@@ -196,8 +196,8 @@ def load_by_slices(load: Callable[[SliceLoad], None], most: int, log: Any) -> bo
     load: runs the engine's loader. It gets a SliceLoad and must enter its `replace_loader`. most: as for
     `load_copies`.
 
-    If the model cannot be loaded by slices, logs the reason. The caller must then load the whole model in a different
-    way, which also raises the loader's own errors. Raises the errors of loading the slices.
+    If the model cannot be loaded by slices, logs the reason. The caller must then load the whole model in another way,
+    which also raises the loader's own errors. Raises the errors of loading the slices.
     """
 
     began = time.perf_counter()

@@ -1,11 +1,12 @@
 """Loads new weights directly into the parameters of a running model, by slices.
 
 One run on stand-ins shows where a model's own loader copies tensors. The recorded copies are kept for later updates.
-They are valid only if the parameters still contain exactly the bytes that the loader copied. The caller must use this
-module only for models of which this is true.
+They are valid only while the parameters contain exactly the bytes that the loader copied. The caller must use this
+module only for such models.
 
 A delta is checked by digests of whole tensors. If a rank has only a slice of a tensor, it gathers the slices of all
-ranks in an extra tensor, checks and changes that, and copies its slice back. Each rank thus checks the whole tensor.
+ranks in an extra tensor, checks and changes the extra tensor, and copies its slice back. Each rank thus checks the
+whole tensor.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from .record_copies import Opened, Recorder, iter_stand_ins, open_source
 
 
 class Incomplete(ValueError):
-    """A push lacks weights of the model. Nothing was changed."""
+    """Raised if a push lacks weights of the model. Nothing was changed."""
 
 
 def reason_against(kind: object, path: object) -> str:
@@ -75,14 +76,14 @@ class Places:
         self._copies: list[Copy] = []
 
     def __reduce__(self) -> Any:
-        return type(None), ()  # a copy of the model does not copy this object; it creates its own later
+        return type(None), ()  # a copy of the model gets None, and creates its own object later
 
     def load_whole(self, where: Any, storage_options: Mapping[str, Any] | None, log: Any) -> bool:
         """Loads all tensors of a file that the model uses.
 
-        If the model cannot be loaded by slices, logs the reason and returns False. At most small parameters have
-        changed. Raises `Incomplete` and the errors of loading. After an error, the parameters may have a mix of old and
-        new values.
+        If the model cannot be loaded by slices, logs the reason and returns False. In this case only small parameters
+        may have changed. Raises `Incomplete` and the errors of loading. After an error, the parameters may have a mix
+        of old and new values.
         """
         with contextlib.ExitStack() as files:
             source = open_source(files, where, self._device, {"storage_options": storage_options})
@@ -99,10 +100,10 @@ class Places:
     def apply_delta(self, where: Any, storage_options: Any) -> None:
         """Applies a delta to the parameters on all ranks of the group, or on none.
 
-        Raises on all ranks DeltaBaseError if the parameters are not the delta's base, ValueError if the model cannot be
-        loaded by slices, `Incomplete`, and the errors of `overwire.open_delta`. These leave all weights unchanged. If
-        an error of `overwire.apply_delta` occurs later, each whole tensor is either old or new, and the same on all
-        ranks.
+        These errors are raised on all ranks, and leave all weights unchanged: DeltaBaseError if the parameters are not
+        the delta's base, ValueError if the model cannot be loaded by slices, `Incomplete`, and the errors of
+        `overwire.open_delta`. If an error of `overwire.apply_delta` occurs later, each whole tensor is either old or
+        new, and the same on all ranks.
         """
         ready: list[_Ready] = []
 
@@ -230,7 +231,7 @@ class Places:
         with recorder:
             self._load(iter_stand_ins(recorder, source))
             recorder.load_rest()
-        if recorder.impure is None:  # it only copied, so it need not run for every update
+        if recorder.impure is None:  # the loader only copied, so it need not run for every update
             self._key, self._copies = key, [copy._replace(of=copy.of._replace(file=None)) for copy in copies]
         return copies
 
@@ -254,7 +255,7 @@ class _Alone:
 
 
 def _do_on_all_ranks(members: Any, work: Callable[[], Any]) -> None:
-    # Runs the work. An exception on one rank is raised on all. Collective.
+    # Runs the work. An exception on one rank is raised on all ranks. Collective.
     with keep_error() as failure:
         work()
     members.agree(failure.error)

@@ -28,7 +28,7 @@ def register() -> None:
 
 
 def _verify_config(original: Callable[..., None], config: Any) -> None:
-    # By name, SGLang accepts only its own formats, but it also accepts a loader's class.
+    # SGLang accepts only its own formats by name, but it also accepts a loader's class.
     if isinstance(config.load_format, str) and config.load_format.lower() == FORMAT:
         from .loader import OverwireModelLoader
 

@@ -31,8 +31,8 @@ class OverwireModelLoader(DefaultModelLoader):  # type: ignore[misc, unused-igno
     """Loads plain and compressed safetensors through overwire.
 
     The model's `load_weights` first runs on stand-ins for the tensors, which shows where it copies each part. Then
-    exactly those bytes are loaded directly into the parameters. If the model cannot be loaded by slices, `load_weights`
-    gets real tensors in file order, on the GPU if torch uses one. The model owns these tensors.
+    exactly these bytes are loaded directly into the parameters. If the model cannot be loaded by slices, `load_weights`
+    gets real tensors in file order, on the GPU if torch uses a GPU. The model owns these tensors.
 
     Raises ValueError for an invalid `model_loader_extra_config`.
     """
@@ -80,7 +80,7 @@ class OverwireModelLoader(DefaultModelLoader):  # type: ignore[misc, unused-igno
 
     def _at_source(self, model_config: Any, path: Any) -> bool:
         """Returns whether weights are read from `source`. This is true for the served model, but not for a draft model
-        with its own files, although SGLang loads it with the same options."""
+        with its own files, although SGLang loads both with the same options."""
         if "source" not in self._options or model_config is None:
             return False
         return not getattr(model_config, "is_draft_model", False) or (path is not None and path == _served_path())
@@ -95,7 +95,7 @@ class OverwireModelLoader(DefaultModelLoader):  # type: ignore[misc, unused-igno
             tensors = self._attempt.next_stand_ins()
         if tensors is not None:
             return self._select_weights(source, tensors)
-        # Among the model's sources, only the first has a model configuration.
+        # Only the first of the model's sources has a model configuration.
         if source.allow_patterns_overrides is None and self._at_source(source.model_config, source.model_or_path):
             where = self._options["source"]
         else:
@@ -133,7 +133,7 @@ class OverwireModelLoader(DefaultModelLoader):  # type: ignore[misc, unused-igno
 
 
 class _Weights:
-    # Iterates over all weights of a model once. `again` returns another iterator.
+    # Iterates once over all weights of a model. `again` returns a new iterator.
 
     def __init__(self, model_config: Any, again: Callable[[], Iterator[tuple[str, torch.Tensor]]]) -> None:
         self.model_config, self.again = model_config, again

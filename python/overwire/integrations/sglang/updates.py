@@ -2,8 +2,8 @@
 
     engine.update_weights_from_tensor(message(push.info), load_format=LOADER)
 
-This call loads a push of a `Publisher` into the model, directly into its parameters if the model can be loaded by
-slices. Written for SGLang 0.5.23.
+This call loads a push of a `Publisher` into the model. The push is loaded directly into the parameters if the model can
+be loaded by slices. Written for SGLang 0.5.23.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def load(model: torch.nn.Module, named_tensors: Iterable[tuple[str, torch.Tensor
     """Loads the push of a `message`. SGLang calls this function.
 
     Raises ValueError if the push has other tensors than the model, and DeltaBaseError if a delta was made from other
-    weights. Both leave the model unchanged. Also raises the errors of loading.
+    weights. These two errors leave the model unchanged. Also raises the errors of loading.
     """
     pairs = list(named_tensors)
     if len(pairs) != 1 or pairs[0][0] != _NAME:
@@ -64,7 +64,7 @@ def load(model: torch.nn.Module, named_tensors: Iterable[tuple[str, torch.Tensor
 
 
 def _places_of(model: torch.nn.Module, device: str) -> Places:
-    # The model keeps this object, which refers to the model, so both are freed together.
+    # The model refers to this object, and this object to the model, so they are freed together.
     from sglang.srt.distributed import parallel_state
 
     places = vars(model).get("_overwire_places")

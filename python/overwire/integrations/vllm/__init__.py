@@ -88,7 +88,7 @@ def _wrap_gpu_worker(workers: Any) -> None:
         if hasattr(workers.Worker, name):
             setattr(workers.Worker, name, _finish_writing_before(getattr(workers.Worker, name)))
     warm = getattr(workers.Worker, "compile_or_warm_up_model", None)
-    if warm is not None:  # without this method, no prepared models are stored
+    if warm is not None:  # no prepared models are stored without this method
         workers.Worker.compile_or_warm_up_model = _write_after_warm_up(warm)
 
 
@@ -112,7 +112,8 @@ def _write_after_warm_up(warm: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _finish_writing_before(change: Callable[..., Any]) -> Callable[..., Any]:
-    # Finishes background writing before weights change. Models with streamed layers must not change at all.
+    # Wraps a method so that background writing finishes before weights change. It refuses models with streamed layers,
+    # because these must not change.
     @functools.wraps(change)
     def changed(*args: Any, **named: Any) -> Any:
         streaming = sys.modules.get(f"{__name__}.streaming")

@@ -1,4 +1,4 @@
-"""Checks which parameters of a vLLM model were loaded, and which parts of fused parameters.
+"""Checks which parameters of a vLLM model, and which parts of fused parameters, were loaded.
 
 vLLM does not notice if a linear weight is missing in all files, or if one third of a fused weight is missing. This
 module watches the parameters' loaders while `load_weights` runs.
@@ -19,8 +19,8 @@ _EXPERT = frozenset(("w1", "w2", "w3"))
 class Coverage:
     """A context that notes the arguments of each weight's `weight_loader`.
 
-    It watches only parameters named `weight`, and `w13_weight` and `w2_weight` of fused experts. Biases, scales and
-    caches may be missing in a valid model.
+    It watches only parameters named `weight`, and `w13_weight` and `w2_weight` of fused experts, because biases, scales
+    and caches may be missing in a valid model.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:

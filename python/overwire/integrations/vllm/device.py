@@ -10,7 +10,7 @@ from ..devices import device_or_host
 
 
 def device_of(model: torch.nn.Module, load_config: Any) -> str:
-    """Returns the device of the model's parameters that are not offloaded, or "cpu" if overwire does not support it."""
+    """Returns the device of the parameters that are not offloaded, or "cpu" if overwire does not support the device."""
     from vllm.config import get_current_vllm_config_or_none
 
     config = get_current_vllm_config_or_none()
@@ -27,6 +27,6 @@ def device_of(model: torch.nn.Module, load_config: Any) -> str:
 
 
 def device_of_config(config: Any, load_config: Any) -> str:
-    """Returns the device for a model that is not built yet."""
+    """Returns the device for a model that has not been built yet."""
     device = config.device_config.device if load_config.device is None else load_config.device
     return device_or_host(torch.device(device))

@@ -31,7 +31,8 @@ CODE = (
     "vllm.distributed.parallel_state",
 )
 
-#: Prefixes of modules. Only the classes of their objects affect weights.
+#: Prefixes of modules. Of objects of their classes, only the class is compared, because the contents do not affect
+#: weights.
 OPAQUE = ("vllm.config.", "vllm.distributed.", "vllm.transformers_utils.", "vllm.compilation.", "vllm.v1.core.")
 
 # Prefixes of vLLM's environment variables that may differ between starts and do not affect weights.
@@ -64,10 +65,10 @@ _MODEL = (
     "convert_type",
 )
 
-# Bytes are sampled at _PLACES offsets of each file, _BYTES at each.
+# The number of offsets at which each file is sampled, and the bytes that are read at each offset.
 _PLACES, _BYTES = 16, 4096
 
-# The number of characters at the start of a fingerprint that identify the model's path and rank.
+# The number of characters at the start of a fingerprint that identify the model's path, device type and rank.
 _PLACE = 8
 
 # The largest JSON file that counts as a configuration file of the model, in bytes.
@@ -160,8 +161,8 @@ def _ranks_of_groups() -> Iterator[Any]:
 
 
 def facts_of_files(model_config: Any, loader: Any) -> Iterator[Any]:
-    """Yields facts that identify a model's weights and configuration files. loader: knows the files (`reader_of`).
-    Raises Refused if nothing identifies them, and the errors of opening them."""
+    """Yields facts that identify a model's weights and configuration files. loader: the loader that knows the files
+    (`reader_of`). Raises Refused if nothing identifies the files, and the errors of opening them."""
     import overwire
 
     from ..._compat_api import states_of

@@ -1,8 +1,8 @@
-"""Restores a worker's weights after a level-2 sleep from a file with the bytes of its memory pool.
+"""Restores a worker's weights after a level-2 sleep, from a file with the bytes of the worker's memory pool.
 
 The file is a container with one tensor for each allocation of the pool, in order. The file's name is a fingerprint of
 the model's files and of the sizes and digests of the allocations. The file contains no addresses, so equal workers
-share one file. This module does not import vLLM.
+share a file. This module does not import vLLM.
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ Pool = Mapping[int, torch.Tensor]
 class PoolImage:
     """The file for one worker's pool. Calls must not overlap, but may run during the background writing.
 
-    folder: for the files. facts: a digest that identifies the model's files. log: gets one line for each event.
+    folder: the folder for the files. facts: a digest that identifies the model's files. log: the logger, which gets one
+    line for each event.
     """
 
     def __init__(self, folder: str, facts: str, log: Any) -> None:
         self._folder, self.facts, self._log = folder, facts, log
         self._name = self._path = self._device = ""
-        self._digests: dict[int, str] = {}  # of the written pool, by address
+        self._digests: dict[int, str] = {}  # digests of the written pool, by address
         self._reason = "the file with the weights is not written yet"  # why there is no usable file; "" if there is one
         self._writer: threading.Thread | None = None
 
@@ -117,11 +118,11 @@ class PoolImage:
         return list(overwire.digest(by_position(pool)).values()) == list(self._digests.values())
 
     def restore_pool(self, map_pool: Callable[[], Pool]) -> None:
-        """Maps the pool's memory while it opens the file, and then loads the file into the memory. map_pool: maps the
+        """Maps the pool's memory while the file is opened, and then loads the file into this memory. map_pool: maps the
         memory, and returns the pool.
 
-        Raises Refused if the file is missing or does not contain the stored bytes, and the errors of loading. The
-        pool's values are then undefined. Also raises the errors of map_pool.
+        Raises Refused if the file is missing or does not contain the stored bytes, and the errors of loading and of
+        map_pool. After an error the pool's values are undefined.
         """
         import overwire
 

@@ -55,8 +55,8 @@ class OverwireModelLoader(BaseModelLoader):  # type: ignore[misc, unused-ignore]
     """Loads plain and compressed safetensors through overwire.
 
     The model's `load_weights` first runs on stand-ins for the tensors, which shows where it copies each part. Then
-    exactly those bytes are loaded directly into the parameters. If the load cannot be planned, `load_weights` gets real
-    tensors in file order, on the model's device. The model owns these tensors.
+    exactly these bytes are loaded directly into the parameters. If the model cannot be loaded by slices, `load_weights`
+    gets real tensors in file order, on the model's device. The model owns these tensors.
 
     Raises ValueError for an invalid `model_loader_extra_config`.
     """
@@ -85,8 +85,8 @@ class OverwireModelLoader(BaseModelLoader):  # type: ignore[misc, unused-ignore]
         return weights
 
     def load_model(self, vllm_config: Any, model_config: Any, *more: Any, **named: Any) -> torch.nn.Module:
-        """Loads the model as vLLM's loader does. While vLLM builds the model, the files are opened and the device is
-        prepared. Garbage collections visit only objects that the load has created."""
+        """Loads the model as vLLM's loader does. While vLLM builds the model, overwire opens the files and prepares the
+        device. Garbage collections visit only objects that the load has created."""
         self._reader.config = vllm_config
         try:
             with _only_new_garbage():
@@ -129,7 +129,7 @@ class OverwireModelLoader(BaseModelLoader):  # type: ignore[misc, unused-ignore]
 
     def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
         """Loads the weights of a model. Raises ValueError with vLLM's message if the files lack a parameter or a part
-        of one."""
+        of a parameter."""
         self._reader.note_model(model_config, model)
         is_quantised = model_config.quantization is not None
         if not self._takes_slices(model_config) or not load_by_slices(
@@ -162,14 +162,14 @@ class OverwireModelLoader(BaseModelLoader):  # type: ignore[misc, unused-ignore]
             )
 
 
-# Python 3.12 itself freezes a few hundred objects. A larger count means that the program has frozen objects.
+# Python 3.12 itself freezes a few hundred objects. If the count is larger, the program has frozen objects.
 _FROZEN_BY_PYTHON = 1000
 
 
 @contextlib.contextmanager
 def _only_new_garbage() -> Iterator[None]:
-    # vLLM collects garbage twice in a load. A collection of all objects that vLLM has imported would take longer than
-    # loading the weights, so these objects are frozen. Does nothing if the program has frozen objects itself.
+    # vLLM collects garbage twice in a load. A collection that visits all objects of vLLM's modules would take longer
+    # than loading the weights, so these objects are frozen. Does nothing if the program has frozen objects itself.
     if gc.get_freeze_count() > _FROZEN_BY_PYTHON:
         yield
         return
@@ -192,13 +192,14 @@ def _target_path(config: Any) -> str | None:
 
 
 class _Reader(DefaultModelLoader):  # type: ignore[misc, unused-ignore]
-    """vLLM's own loader, except that overwire reads the files."""
+    """A loader that works like vLLM's own loader, except that overwire reads the files."""
 
     def __init__(self, load_config: Any, chosen: dict[str, Any]) -> None:
         extra = {key: chosen[key] for key in ("enable_weights_track",) if key in chosen}
         super().__init__(replace(load_config, load_format="safetensors", model_loader_extra_config=extra))
         self._options = chosen
-        #: The path or URI of the served model's weights if they are not in its folder, and the options to reach it.
+        #: The path or URI of the served model's weights if they are not in the model's folder, and the options to reach
+        #: it.
         self.source, self.storage_options = chosen.get("source"), chosen.get("storage_options")
         self.counter_before_loading_weights: float = 0.0
         self._device = "cpu"
@@ -223,7 +224,7 @@ class _Reader(DefaultModelLoader):  # type: ignore[misc, unused-ignore]
 
     def at_source(self, model_config: Any) -> bool:
         """Returns whether the weights are read from `source`. This is true for the served model, but not for a
-        draft model, although vLLM loads it with the same options."""
+        draft model, although vLLM loads both with the same options."""
         from vllm.config import get_current_vllm_config_or_none
 
         if "source" not in self._options:
@@ -249,7 +250,7 @@ class _Reader(DefaultModelLoader):  # type: ignore[misc, unused-ignore]
     def note_model(self, model_config: Any, model: torch.nn.Module) -> None:
         """Notes the device and the source of a model. Call it before vLLM removes the parameters, as in a reload."""
         self._device = device_of(model, self.load_config)
-        # A reload from another path must not read the first model's source.
+        # A reload from another path must not read the weights at `source`.
         is_first = model.__dict__.setdefault("_overwire_model", model_config.model) == model_config.model
         self._sourced_model = model_config.model if is_first and self.at_source(model_config) else None
 
@@ -320,7 +321,7 @@ class _Reader(DefaultModelLoader):  # type: ignore[misc, unused-ignore]
 
 
 def reader_of(config: Any) -> Any:
-    """Returns a loader that knows the safetensors files of the models of an engine's configuration, also if its load
+    """Returns a loader that knows the safetensors files of the models in an engine's configuration, even if the load
     format is not overwire."""
     is_ours = config.load_config.load_format == "overwire"
     options = config.load_config.model_loader_extra_config if is_ours else {}

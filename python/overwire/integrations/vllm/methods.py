@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-#: Methods with loaders that only copy, by their names in vLLM 0.32 and 0.33. `tests/engines/engines_quantised.py`
-#: compares each with vLLM's own load, parameter by parameter; see the table in docs/vllm-internals.md.
+#: The methods with loaders that only copy, by their names in vLLM 0.32 and 0.33. `tests/engines/engines_quantised.py`
+#: compares each of them with vLLM's own load, parameter by parameter; see the table in docs/vllm-internals.md.
 COPIED = frozenset(
     (
         "auto_awq", "auto_gptq", "awq", "awq_marlin", "compressed-tensors", "fbgemm_fp8", "fp8", "gptq", "gptq_marlin",

@@ -34,8 +34,8 @@ from .identity import CODE, OPAQUE, fingerprint_of_load, fingerprint_prefix
 
 log = init_logger("vllm.overwire")
 
-# Models to write when the engine is up, each with the function that writes it, and the writing threads. A model that
-# is freed before that, after a failed start, is not written.
+# _waiting: the models to write when the engine is up, each with the function that writes it. A model that is freed
+# earlier, after a failed start, is not written. _writers: the threads that write.
 _waiting: dict[weakref.ref[torch.nn.Module], Callable[[], None]] = {}
 _writers: list[threading.Thread] = []
 
@@ -59,7 +59,7 @@ def finish_writing() -> None:
     _waiting.clear()
     while _writers:
         if _writers[-1].ident is not None:  # the thread was started
-            _writers[-1].join()  # it stays in the list until it has ended, even if Ctrl-C interrupts this
+            _writers[-1].join()  # Ctrl-C may interrupt this, so the thread stays in the list until it has ended
         _writers.pop()
 
 
@@ -69,8 +69,8 @@ class PreparedStart:
     def __init__(self, chosen: bool | str, config: Any, model_config: Any, prefix: str, loader: Any) -> None:
         """Finds a stored file and starts to load it. loader: the loader that knows the model's files.
 
-        Raises no Exception, because other ranks wait. If prepared state cannot be used, it logs the reason.
-        Errors of the model's files are raised by the load itself.
+        Raises no Exception, because other ranks wait. If prepared state cannot be used, logs the reason. Errors of the
+        model's files are raised by the load itself.
         """
         self._config, self._model_config, self._prefix, self._loader = config, model_config, prefix, loader
         load_config = loader.load_config
@@ -121,8 +121,8 @@ class PreparedStart:
                 torch.cuda.empty_cache()
 
     def load_model(self) -> torch.nn.Module | None:
-        """Returns the model restored from a file, or None if it must be loaded as usual. All ranks that divide tensors
-        get a model, or none does."""
+        """Returns the model restored from a file, or None if the model must be loaded as usual. Of the ranks that
+        divide tensors, either all get a model or none does."""
         try:
             file = self._kept if all_agree(parallel_state, self._kept is not None) else None
             return None if file is None else self._load_kept(file)
@@ -144,7 +144,7 @@ class PreparedStart:
                 model = None
         if model is None:
             self._reject_kept(kept, reason)
-            reason = None  # its traceback refers to the new model, and vLLM's own load needs that memory
+            reason = None  # its traceback keeps the new model alive, and vLLM's own load needs the memory
             gc.collect()
             if self._device.type == "cuda":
                 torch.cuda.empty_cache()
@@ -164,7 +164,7 @@ class PreparedStart:
             keep_files.try_remove(kept.path)
         else:
             log.info("overwire: loads the model as usual: the prepared state %s does not match: %s", kept.path, reason)
-            # After a temporary error a note would replace a good file.
+            # After a temporary error, a note would replace a usable file.
             if not isinstance(reason, Foreign) and not keep_files.is_passing(reason) and self._folder is not None:
                 keep_files.note_refusal(self._folder, self._name, f"the model does not match: {reason}")
             self._folder = None
@@ -224,7 +224,8 @@ def _write_prepared(
 
 @contextlib.contextmanager
 def _restore_registries_unless(config: Any, done: Callable[[], bool]) -> Iterator[None]:
-    # Restores vLLM's registries of layers and shared modules, which building a model changes, unless `done`.
+    # Restores vLLM's registries of layers and shared modules, which change when a model is built, unless `done` returns
+    # True.
     from vllm.model_executor.layers import rotary_embedding
 
     compilation = config.compilation_config
@@ -232,7 +233,7 @@ def _restore_registries_unless(config: Any, done: Callable[[], bool]) -> Iterato
     experts: list[str] = getattr(compilation, "static_all_moe_layers", [])
     ropes: dict[Any, Any] = rotary_embedding._ROPE_DICT
     before = dict(layers), list(experts), dict(ropes)
-    ropes.clear()  # modules that are shared with an earlier model would not be restored from this file
+    ropes.clear()  # modules shared with an earlier model would not be restored from this file
     try:
         yield
     finally:
@@ -245,7 +246,7 @@ def _restore_registries_unless(config: Any, done: Callable[[], bool]) -> Iterato
 
 
 def _check_supported(model: torch.nn.Module) -> None:
-    # Raises Refused for a model that vLLM's own weight cache does not support either.
+    # Raises Refused for a model that vLLM's own weight cache does not support.
     from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 
     for name in ("secondary_weights", "allow_patterns_overrides"):
@@ -305,7 +306,7 @@ def _set_attribute(module: torch.nn.Module, name: str, text: str | None) -> bool
 
 
 def _set_restore_device(model: torch.nn.Module, device: torch.device) -> None:
-    # Corrects the device that vLLM has noted for reloads. It is the meta device, on which the model was built.
+    # Corrects the device that vLLM has noted for reloads, which is the meta device, because the model was built there.
     from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO
 
     with device:

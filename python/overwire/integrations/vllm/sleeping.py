@@ -1,12 +1,12 @@
 """Implements vLLM's sleep mode: `--enable-sleep-mode --sleep-mode-backend overwire`.
 
 vLLM's own back end copies the weights to pinned memory that it allocates for each sleep. This back end encodes them on
-the GPU first, and reuses the pinned memory. In all other respects it works like vLLM's. Addresses stay the same, so
-captured graphs, communicators and compiled code stay valid. The KV cache is released. The pinned memory is prepared in
-the background once a worker has loaded its model.
+the GPU first, and reuses the pinned memory. In all other respects it works like vLLM's back end. Addresses stay the
+same, so captured graphs, communicators and compiled code stay valid. The KV cache is released. The pinned memory is
+prepared in the background when a worker has loaded its model.
 
-If the host store is used, the weights are put into it when the engine is up, once for all engines of the model. Weights
-that have not changed since then sleep without a copy.
+If the host store is used, the weights are put into it when the engine is up, only once for all engines of the model.
+Weights that have not changed since then sleep without a copy.
 
 vLLM's level 2 discards the weights, and `reload_weights` reads the model again. If OVERWIRE_SLEEP_IMAGES names a
 folder, the weights are stored there when the engine is up (`image`), and waking restores them.
@@ -34,22 +34,22 @@ log = init_logger("vllm.overwire")
 
 _TAG = "weights"
 
-# Load formats that read the safetensors files of the model's folder.
+# The load formats that read the safetensors files of the model's folder.
 _FORMATS = ("overwire", "auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "runai_streamer")
 
-# The longest time that a level-2 sleep waits for running calls before it frees the engine's memory, in seconds.
+# The most seconds that a level-2 sleep waits for running calls before it frees the engine's memory.
 _LONGEST_WAIT = 30.0
 
-# The number of words of an allocation that are sampled.
+# The number of words that are sampled in an allocation.
 _SAMPLE = 4096
 
-# Maps the number of a sample's best transform to a dtype (docs/format.md 3.1).
+# Maps the number of a transform (docs/format.md 3.1) to a dtype.
 _DTYPES = {1: torch.bfloat16, 2: torch.float16, 3: torch.float32, 4: torch.float8_e4m3fn, 5: torch.float8_e5m2}
 
 
 class SleepBackend(CuMemBackend):  # type: ignore[misc, unused-ignore]
     """A sleep back end for vLLM. Level 1 keeps the weights compressed, in pinned memory or in the host store. Level 2
-    restores them from a file, if there is one. Other levels and `discard` work like vLLM's."""
+    restores them from a file, if there is a file. Other levels and `discard` work as in vLLM's back end."""
 
     #: The most recent back end of this process. vLLM has one per worker.
     current: weakref.ref[SleepBackend] | None = None
@@ -114,8 +114,8 @@ class SleepBackend(CuMemBackend):  # type: ignore[misc, unused-ignore]
         log.info(words, size / 2**30, stored_size / 2**30, shared_size / 2**30)
 
     def note_files(self, config: Any, is_dummy: bool) -> None:
-        """Notes whether the host store is used. If the weights will be stored for level 2, also notes which files the
-        model is about to be loaded from. is_dummy: vLLM loads random weights."""
+        """Notes whether the host store is used. If the weights will be stored for level 2, also notes the files from
+        which the model will be loaded. is_dummy: whether vLLM loads random weights."""
         self._image, self._host = None, _uses_host_store(config.load_config)
         folder = str(setting("OVERWIRE_SLEEP_IMAGES"))
         if not folder:
@@ -128,8 +128,8 @@ class SleepBackend(CuMemBackend):  # type: ignore[misc, unused-ignore]
             log.info("overwire: the weights will not be stored for level-2 sleep: %s", error or type(error).__name__)
 
     def store_weights(self, model: torch.nn.Module) -> None:
-        """Starts to store the weights in the background, for level 2 and in the host store. model: it was just loaded
-        from its files."""
+        """Starts to store the weights in the background, for level 2 and in the host store. model: the model, which was
+        just loaded from its files."""
         self._keep_in_host_store()
         if self._image is not None and (blocks := _blocks_awake()):
             if any(getattr(parameter, "_vllm_is_uva_offloaded", False) for parameter in model.parameters()):
@@ -174,8 +174,8 @@ class SleepBackend(CuMemBackend):  # type: ignore[misc, unused-ignore]
                 self._give_up_host_store(error)
 
     def has_loaded_weights(self, config: Any) -> bool:
-        """Returns whether neither the weights nor the model's files have changed since the load.
-        If the weights are not stored for level 2, returns False. All ranks get the same answer. Collective."""
+        """Returns whether the weights are stored for level 2 and neither the weights nor the model's files have changed
+        since the load. Returns the same on all ranks. Collective."""
         if not setting("OVERWIRE_SLEEP_IMAGES"):
             return False
         same = False
@@ -276,7 +276,7 @@ def memory_of(ptr: int, size: int, device: int) -> torch.Tensor:
 
 
 def _dtype_for(memory: torch.Tensor) -> torch.dtype:
-    """Returns the dtype with which an allocation compresses best. Any dtype is correct; the choice affects only the
+    """Returns the dtype with which an allocation compresses best. Any dtype is correct, because it affects only the
     size."""
     from ... import gpu
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-# Names of classes with a `process_weights_after_loading` that does not change the bytes, provided that dtype, shape and
-# strides of the parameters have not changed.
+# The names of classes whose `process_weights_after_loading` does not change bytes if it leaves the dtype, shape and
+# strides of the parameters unchanged.
 _METHODS = frozenset(("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"))
 _EXPERTS = "UnquantizedFusedMoEMethod"
 _BACKENDS = frozenset(("TRITON", "BATCHED_TRITON"))

@@ -1,10 +1,11 @@
-"""Implements the option `{"offload": "8GB"}`. Layers of a model stay compressed on the host and are streamed.
+"""Implements the option `{"offload": "8GB"}`: layers of a model stay compressed on the host and are streamed to the
+GPU.
 
 vLLM passes each layer to its offloader as soon as it is created, before weights are loaded into it. `HostedLayers`
-moves it to the host, so that vLLM can build a model that does not fit on the GPU. After vLLM has loaded and processed
-all weights, `stream_layers` compresses the layers and streams them through the ring of `overwire.offload`. Layers of
-compiled and quantised models have fixed slots. vLLM divides a compiled model at the operator that loads a layer, so
-that the operator runs between its CUDA graphs.
+moves the layer to the host, so that vLLM can build a model that does not fit on the GPU. After vLLM has loaded and
+processed all weights, `stream_layers` compresses the layers and streams them through the ring of `overwire.offload`.
+Layers of compiled and quantised models have fixed slots. vLLM divides a compiled model at the operator that loads a
+layer, so that the operator runs between its CUDA graphs.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class HostedLayers(BaseOffloader):  # type: ignore[misc, unused-ignore]
             parameter
             for layer, names in layers.items()
             for name, parameter in layer.named_parameters()
-            if name in names  # the other parameters were created on the host and stay there
+            if name in names  # other parameters were created on the host and stay there
         ]
         handle = stream_blocks(model, self._device, layers, parameters, keep, static)
         model.__dict__["_overwire_offloaded"] = handle
@@ -83,8 +84,8 @@ def hosted_layers(device: torch.device) -> Iterator[HostedLayers]:
 
 
 def prepare_config(config: Any, model_config: Any) -> bool:
-    """Makes vLLM divide a compiled model at streamed layers. Returns whether these need fixed slots. Raises ValueError
-    for a vLLM configuration with which layers cannot be streamed."""
+    """Makes vLLM divide a compiled model at streamed layers. Returns whether the layers need fixed slots. Raises
+    ValueError for a vLLM configuration with which layers cannot be streamed."""
     from vllm.config import CompilationMode
 
     compilation, parallel = config.compilation_config, config.parallel_config

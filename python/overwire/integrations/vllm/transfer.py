@@ -43,10 +43,10 @@ BACKEND = "overwire"
 
 @dataclass(kw_only=True)
 class InitInfo(WeightTransferInitInfo):  # type: ignore[misc, unused-ignore]
-    """The trainer's one-time message to a worker. It tells how to reach pushes.
+    """The trainer's one-time message to a worker, which says how to reach pushes.
 
-    master_address, master_port, world_size, rank_offset: the process group that sends pushes. They are not used for a
-    folder or a store. deltas: whether the trainer will push deltas. For the other fields see docs/live-updates.md.
+    master_address, master_port, world_size, rank_offset: the process group that sends pushes; not used for a folder or
+    a store. deltas: whether the trainer will push deltas. For the other fields see docs/live-updates.md.
     """
 
     storage_options: dict[str, Any] | None = None
@@ -73,9 +73,9 @@ class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc, unused-ignore]
 class TransferEngine(WeightTransferEngine):  # type: ignore[misc, unused-ignore]
     """Loads pushes into the parameters of one worker.
 
-    If parameters contain the checkpoint's bytes, they are overwritten in place. Only this rank's slices
-    are decoded, and no extra memory is needed. If vLLM has changed the weights after loading, for example in a
-    quantized model, vLLM loads the model again layer by layer.
+    If the parameters contain the checkpoint's bytes, they are overwritten in place. Then only this rank's slices are
+    decoded, and no extra memory is needed. If vLLM has changed the weights after loading, for example in a quantized
+    model, vLLM loads the model again layer by layer.
     """
 
     init_info_cls = InitInfo
@@ -90,8 +90,8 @@ class TransferEngine(WeightTransferEngine):  # type: ignore[misc, unused-ignore]
     def init_transfer_engine(self, init_info: Any) -> None:
         """Notes how to reach pushes, and joins the group if there is one.
 
-        Raises ValueError if the trainer will push deltas and this model does not support them. The error thus
-        comes before the first training step instead of at the second push."""
+        Raises ValueError if the trainer will push deltas and this model does not support them. Otherwise the error
+        would come at the second push, after a training step."""
         from ..._compat_api import parse_size
 
         self.shutdown()
@@ -107,7 +107,7 @@ class TransferEngine(WeightTransferEngine):  # type: ignore[misc, unused-ignore]
             try:
                 self._require_delta_support()
             except ValueError:
-                self.shutdown()  # the trainer, which waits for this rank, then fails
+                self.shutdown()  # then the trainer, which waits for this rank, fails
                 raise
 
     def _require_delta_support(self) -> None:
@@ -135,8 +135,8 @@ class TransferEngine(WeightTransferEngine):  # type: ignore[misc, unused-ignore]
         """Loads a push.
 
         Raises `Incomplete`, a ValueError, if the push lacks a weight, and DeltaBaseError for a delta of other weights.
-        Both leave the model unchanged. After any other error the model may have a mix of old and new weights, and the
-        trainer must push all weights again.
+        These two errors leave the model unchanged. After any other error the model may have a mix of old and new
+        weights, and the trainer must push all weights again.
         """
         if reason := reason_against(update_info.kind, update_info.path):
             if self._group is not None:
@@ -196,7 +196,7 @@ class TransferEngine(WeightTransferEngine):  # type: ignore[misc, unused-ignore]
 
         from ..._compat_api import parse_size
 
-        device = device_of(self.model, self.vllm_config.load_config)  # before vLLM removes the parameters
+        device = device_of(self.model, self.vllm_config.load_config)  # called before vLLM removes the parameters
         options = {
             "storage_options": self._info.storage_options,
             "max_memory": parse_size(self._info.max_memory, "max_memory"),
@@ -218,13 +218,13 @@ class TransferEngine(WeightTransferEngine):  # type: ignore[misc, unused-ignore]
 class TrainerInit(TrainerInitInfo):  # type: ignore[misc, unused-ignore]
     """Configures the trainer. `rank` is the rank of this process. Rank 0 pushes.
 
-    where: a folder or URI that workers reach under the same name.
-    master_address, master_port, world_size (all workers and one trainer): the process group that sends pushes, if
-    where is None.
-    deltas: keeps a copy of the pushed weights, and pushes only changes.
-    dtype: casts floating-point tensors first ("bfloat16"), to the workers' dtype.
-    host: moves each tensor to the host when the source yields it, for models that do not fit on one GPU.
-    storage_options: for the trainer. worker_options: for the workers; None means storage_options.
+    where: a folder or URI that workers reach under the same name. master_address, master_port, world_size (all workers
+    and one trainer): the process group that sends pushes, if `where` is None.
+    deltas: whether to keep a copy of the pushed weights, and to push only changes.
+    dtype: the workers' dtype ("bfloat16"), to which floating-point tensors are cast before a push.
+    host: whether to move each tensor to the host when the source yields it, for models that do not fit on one GPU.
+    storage_options: how the trainer reaches the store. worker_options: how the workers reach it; None means
+    storage_options.
     """
 
     backend: ClassVar[str] = BACKEND
@@ -250,7 +250,7 @@ class TrainerInit(TrainerInitInfo):  # type: ignore[misc, unused-ignore]
 
 
 class TrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc, unused-ignore]
-    """Pushes the weights that a `WeightSource` yields, or their changes, with one push per call."""
+    """Pushes the weights of a `WeightSource`, or their changes. Each call of `send_weights` makes one push."""
 
     init_info_cls = TrainerInit
 
@@ -289,7 +289,7 @@ class TrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc, unused-i
                         info.master_address, info.master_port, 0, info.world_size, info.timeout, future.done
                     )
                 except ArgumentError:
-                    future.result()  # raises the engines' error, which says more
+                    future.result()  # raises the engines' error, which has more details
                     raise
                 future.result()
         else:
@@ -300,7 +300,8 @@ class TrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc, unused-i
     @torch.no_grad()
     def send_weights(self, *, whole: bool = False) -> None:
         """Pushes the weights of the source, and returns when all workers have loaded them. Call it on every rank of the
-        trainer. whole: pushes all weights instead of a delta, for example for a worker that has just started."""
+        trainer. whole: whether to push all weights instead of a delta, for example for a worker that has just
+        started."""
         if not self.is_sender:
             for _ in self.source:
                 pass  # this rank only helps to assemble tensors
@@ -317,7 +318,7 @@ class TrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc, unused-i
                     push.carry(future.done)
                 except ArgumentError:
                     if future.done():
-                        future.result()  # raises the engines' error, which says more
+                        future.result()  # raises the engines' error, which has more details
                     raise
                 future.result()
             finally:

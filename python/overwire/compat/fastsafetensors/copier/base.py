@@ -28,8 +28,8 @@ def _whole_number(value: Any, what: str) -> int:
 def validated_byte_ranges(
     metadata: SafeTensorsMetadata, byte_ranges: list[tuple[int, int]] | None
 ) -> list[tuple[int, int]] | None:
-    """Checks and copies the ranges [begin, end) of a file; None (the whole file) stays None. Raises
-    ValueError unless they are in the file's data, in order, disjoint and not empty."""
+    """Checks the ranges [begin, end) of a file and returns a copy, or None for None (the whole file). Raises ValueError
+    unless the ranges are in the file's data, in order, disjoint and not empty."""
     if byte_ranges is None:
         return None
     ranges: list[tuple[int, int]] = []
@@ -53,7 +53,7 @@ def validated_byte_ranges(
 
 
 def validated_chunk_allocation_size(byte_ranges: list[tuple[int, int]], allocation_size: int | None) -> int | None:
-    """Returns the size as an int. Raises ValueError if it is less than the span of all ranges."""
+    """Returns allocation_size as an int. Raises ValueError if it is less than the span of all ranges."""
     if allocation_size is None:
         return None
     size = _whole_number(allocation_size, "allocation_size")
@@ -66,15 +66,15 @@ def validated_chunk_allocation_size(byte_ranges: list[tuple[int, int]], allocati
 class CopierInterface(ABC):
     """Copies one file's tensors to a device: `submit_io`, then `wait_io`.
 
-    If a copier can return individual tensors before all have arrived, `enable_tensor_readiness`
-    returns True. The caller then calls `prepare_tensors` instead of `wait_io`, `wait_tensor`
-    before it uses a tensor, and `finish_io` at the end.
+    If a copier can return a tensor before all tensors have arrived, `enable_tensor_readiness` returns True. The caller
+    then calls `prepare_tensors` instead of `wait_io`. It calls `wait_tensor` before it uses a tensor, and `finish_io`
+    at the end.
     """
 
     metadata: SafeTensorsMetadata
 
     def enable_tensor_readiness(self) -> bool:
-        """Called before `submit_io`. Returns whether the caller can wait for individual tensors."""
+        """Returns whether the caller can wait for individual tensors. Called before `submit_io`."""
         return False
 
     def prepare_tensors(self, gbuf: cpp.gds_device_buffer, owner: Any = None) -> Mapping[str, TensorBase]:
@@ -85,19 +85,19 @@ class CopierInterface(ABC):
         """Waits for the bytes of a tensor from `prepare_tensors`. Raises the error of the read."""
 
     def finish_io(self) -> None:  # noqa: B027
-        """Waits for all submitted reads. The buffer may be freed after that."""
+        """Waits for all submitted reads. Afterwards the buffer may be freed."""
 
     def set_byte_ranges(self, byte_ranges: list[tuple[int, int]] | None) -> None:
-        """Called before `submit_io` if only these ranges [begin, end) of the file are needed. A copier
-        may read more."""
+        """Limits the copier to these ranges [begin, end) of the file, although it may read more. Called before
+        `submit_io`."""
         validated_byte_ranges(self.metadata, byte_ranges)
 
     def set_chunk(
         self, byte_ranges: list[tuple[int, int]], names: set[str], allocation_size: int | None = None
     ) -> None:
-        """Called before `submit_io` to load only these tensors, into a buffer of at most the span of
-        their ranges, or of allocation_size bytes. A copier that cannot do this raises
-        NotImplementedError, because the caller has a memory limit."""
+        """Limits the copier to these tensors, and its buffer to the span of their ranges or to allocation_size bytes.
+        Called before `submit_io`. A copier that cannot do this raises NotImplementedError, because the caller has a
+        memory limit."""
         raise NotImplementedError(
             f"{type(self).__name__} only loads whole files: max_batch_bytes and device_memory_budget need a copier "
             f"with set_chunk"
@@ -110,7 +110,7 @@ class CopierInterface(ABC):
 
     @classmethod
     def chunk_device_overhead(cls, paths: list[str]) -> int:
-        """Returns the additional device bytes that each chunk takes."""
+        """Returns the device bytes that each chunk takes in addition."""
         return 0
 
     @classmethod
@@ -120,14 +120,15 @@ class CopierInterface(ABC):
 
     @abstractmethod
     def submit_io(self, use_buf_register: bool, max_copy_block_size: int) -> cpp.gds_device_buffer:
-        """Starts reading, and returns the buffer. `get_mem_used` includes it until the framework frees it."""
+        """Starts reading, and returns the buffer. `get_mem_used` counts the buffer until the framework frees it."""
 
     @abstractmethod
     def wait_io(
         self, gbuf: cpp.gds_device_buffer, dtype: DType = DType.AUTO, noalign: bool = False, owner: Any = None
     ) -> Mapping[str, TensorBase]:
         """Waits for the file's tensors, and returns them by name. Raises the error of the read. owner: the
-        SharedDeviceAllocation of gbuf, for `metadata.get_tensors`; only passed to copiers that have this parameter."""
+        SharedDeviceAllocation of gbuf, for `metadata.get_tensors`. It is only passed to copiers that have this
+        parameter."""
 
 
 CopierConstructFunc = Callable[[SafeTensorsMetadata, Device, FrameworkOpBase], CopierInterface]
@@ -141,7 +142,7 @@ class DummyDeviceBuffer(cpp.gds_device_buffer):
 
 
 class _Arriving(Mapping[str, TensorBase]):
-    # Tensors by name. Looking up a tensor waits until it has arrived.
+    # A mapping of names to tensors. Looking up a tensor waits until it has arrived.
 
     def __init__(self, names: list[str], copier: EngineCopier) -> None:
         self._names, self._copier = dict.fromkeys(names), copier
@@ -165,10 +166,10 @@ class _Arriving(Mapping[str, TensorBase]):
 class EngineCopier(CopierInterface):
     """Loads plain or compressed files through overwire, directly to the device.
 
-    names: the tensors to load, None for all; set it before `submit_io`. read: as for
+    names: the tensors to load, or None for all tensors; set it before `submit_io`. read: as for
     `overwire.load_file`. dtype: the dtype that `wait_io` will get, if it is known in advance;
-    floats are then converted to it during the load. found: the tensors that have arrived. Several threads may wait
-    simultaneously.
+    floats are then converted to it during the load. found: the tensors that have arrived. Several threads may wait at
+    the same time.
     """
 
     read: Any = None
@@ -244,7 +245,7 @@ class EngineCopier(CopierInterface):
         return list(self.metadata.tensors) if self.names is None else self.names
 
     def _advance(self, until: str | None) -> None:
-        # Receives tensors from the stream, up to the given one, or all of them.
+        # Receives tensors from the stream, up to the one named `until`, or all tensors if it is None.
         while until is None or until not in self.found:
             with self._lock:
                 if self._error is not None:

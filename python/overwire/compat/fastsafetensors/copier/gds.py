@@ -12,8 +12,9 @@ from .registry import register_copier_constructor
 
 
 class GdsFileCopier(EngineCopier):
-    """Loads through overwire. Plain files are loaded to a GPU through GPUDirect Storage. If that is not available, or
-    does not support a file, overwire logs one warning and chooses another method. fallback_cache has no effect."""
+    """Loads through overwire. Plain files are loaded to a GPU through GPUDirect Storage. If GPUDirect Storage is not
+    available or does not support a file, overwire logs one warning and chooses another method. fallback_cache has no
+    effect."""
 
     def __init__(
         self,
@@ -35,5 +36,5 @@ def new_gds_file_copier(
     device_memory_budget: int | None = None,
     **kwargs: Any,
 ) -> CopierConstructFunc:
-    """Makes GdsFileCopiers. The engine chooses sizes and threads, and only takes device memory for the tensors."""
+    """Makes GdsFileCopiers. The engine chooses sizes and threads, and takes device memory only for the tensors."""
     return lambda metadata, device, framework: GdsFileCopier(metadata, device, None, framework)

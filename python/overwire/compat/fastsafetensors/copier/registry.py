@@ -20,10 +20,9 @@ _classes: dict[str, type[CopierInterface]] = {}
 def register_copier_constructor(
     copier_type: str, copier_class: type[CopierInterface] | None = None
 ) -> Callable[[Callable[..., CopierConstructFunc]], Callable[..., CopierConstructFunc]]:
-    """A decorator that registers a function. The function takes (device, **kwargs) and returns a
-    constructor, which makes a copier from (metadata, device, framework). The last function
-    registered under a name is used. copier_class: the class of the copiers, which
-    `get_copier_class` and `copier_class_of` return."""
+    """Returns a decorator that registers a function under a name. The function takes (device, **kwargs) and returns a
+    constructor, which makes a copier from (metadata, device, framework). A later registration replaces an earlier one.
+    copier_class: the class of the copiers, which `get_copier_class` and `copier_class_of` return."""
 
     def register(function: Callable[..., CopierConstructFunc]) -> Callable[..., CopierConstructFunc]:
         @functools.wraps(function)
@@ -43,7 +42,7 @@ def register_copier_constructor(
 
 
 def copier_class_of(construct: CopierConstructFunc) -> type[CopierInterface]:
-    """Returns the class of a constructor's copiers; CopierInterface if it is not known."""
+    """Returns the class of a constructor's copiers, or CopierInterface if the class is not known."""
     copier_class = construct if isinstance(construct, type) else getattr(construct, "copier_class", None)
     return (
         copier_class
@@ -53,7 +52,7 @@ def copier_class_of(construct: CopierConstructFunc) -> type[CopierInterface]:
 
 
 def get_copier_class(copier_type: str) -> type[CopierInterface]:
-    """Returns the class that a copier type was registered with, else CopierInterface."""
+    """Returns the class that was registered with a copier type, or CopierInterface if none was."""
     return _classes.get(copier_type, CopierInterface)
 
 

@@ -13,7 +13,7 @@ from ..st_types import Device, DType
 from .base import CopierConstructFunc, CopierInterface
 from .registry import register_copier_constructor
 
-# Bytes of the host buffer for reads to a GPU.
+# The size of the host buffer for reads to a GPU.
 _PINNED_BYTES = 256 << 20
 
 
@@ -21,8 +21,9 @@ class ThreeFSFileCopier(CopierInterface):
     """Reads a plain file's data with
     `reader.read_chunked(path=, dev_ptr=, file_offset=, total_length=, chunk_size=) -> bytes read`.
 
-    dev_ptr is host memory. For a GPU it is a pinned buffer, which is copied to the GPU 256 MiB at a time. The reader
-    may write to it from the host or with CUDA copies. With paddle, dev_ptr is the address on the GPU."""
+    dev_ptr is an address in host memory. For a GPU, it is a pinned buffer of up to 256 MiB, which is copied to the GPU
+    after each read. The reader may write to the buffer from the host or with CUDA copies. With paddle, dev_ptr is an
+    address on the GPU."""
 
     def __init__(self, metadata: SafeTensorsMetadata, device: Device, reader: Any, framework: FrameworkOpBase) -> None:
         self.metadata, self.device, self.reader, self.framework = metadata, device, reader, framework

@@ -18,8 +18,8 @@ from .registry import register_copier_constructor
 
 
 def is_unified_memory_system(framework: FrameworkOpBase | None = None) -> bool:
-    """Returns whether the GPU shares the host's memory, judged by the name of the first GPU. False without
-    a framework. FASTSAFETENSORS_UNIFIED_MEM overrides this: 1 means yes, other values no."""
+    """Returns whether the GPU shares the host's memory, according to the name of the first GPU. Returns False without a
+    framework. FASTSAFETENSORS_UNIFIED_MEM overrides the result: 1 means yes, any other value no."""
     setting = os.environ.get("FASTSAFETENSORS_UNIFIED_MEM")
     if setting is not None:
         return setting == "1"
@@ -27,9 +27,9 @@ def is_unified_memory_system(framework: FrameworkOpBase | None = None) -> bool:
 
 
 class UnifiedMemCopier(EngineCopier):
-    """Reads the file into anonymous pinned memory, and copies it to the GPU in one call. On the host,
-    for compressed files, and for a selection of names it works like EngineCopier. dma_gate has no
-    effect, because a single thread copies."""
+    """Reads the file into anonymous pinned memory, and copies it to the GPU in one call. For the host, for compressed
+    files and for a selection of names, this class works like EngineCopier. dma_gate has no effect, because a single
+    thread copies."""
 
     def __init__(
         self,

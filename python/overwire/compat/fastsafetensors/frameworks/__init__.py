@@ -60,7 +60,7 @@ class TensorBase(ABC):
         return list(self.get_raw().shape)
 
     def get_shape(self) -> list[int]:
-        """Returns the shape in a file: the last dimension of F4 counts elements, not pairs."""
+        """Returns the shape in a file. The last dimension of F4 counts elements there, not pairs."""
         shape = list(self.shape)
         if self.dtype is not DType.F4:
             return shape
@@ -78,7 +78,7 @@ class TensorBase(ABC):
 
 
 class ProcessGroupBase(ABC):
-    """Ranks that exchange wrapped tensors, numbered as in the group."""
+    """A group of ranks that exchange wrapped tensors. Ranks are numbered as in the group."""
 
     @abstractmethod
     def size(self) -> int: ...
@@ -99,7 +99,7 @@ class ProcessGroupBase(ABC):
     def recv(self, t: Any, src_rank: int, tag: int) -> None: ...
 
     def agree(self, error: BaseException | None) -> None:
-        """Raises the error. If the group supports it, also raises it on the other ranks."""
+        """Raises the error. If the group supports it, an error is also raised on the other ranks."""
         if error is not None:
             raise error
 
@@ -127,7 +127,7 @@ class FrameworkOpBase(ABC):
     def get_device(self, device: Any, pg: ProcessGroupBase) -> Device: ...
 
     def get_device_name(self, index: int) -> str:
-        """Returns the name of a GPU by its number, "" if it does not exist."""
+        """Returns the name of the GPU with this number, or "" if it does not exist."""
         return ""
 
     @abstractmethod
@@ -135,8 +135,8 @@ class FrameworkOpBase(ABC):
 
     @abstractmethod
     def alloc_tensor_memory(self, length: int, dev: Device) -> cpp.gds_device_buffer:
-        """Allocates memory into which a plug-in reads a file. It is freed by `free_tensor_memory` or with its
-        last tensor, whichever is later."""
+        """Allocates memory into which a plug-in reads a file. The memory is freed after `free_tensor_memory` was called
+        and no tensor in it is left."""
 
     def free_tensor_memory(self, gbuf: cpp.gds_device_buffer, dev: Device) -> None:
         """Frees a buffer. Tensors in it stay valid."""
@@ -151,8 +151,8 @@ class FrameworkOpBase(ABC):
     def view_of(
         self, gbuf: cpp.gds_device_buffer, begin: int, frame: TensorFrame, device: Device, owner: Any = None
     ) -> Any:
-        """Makes a tensor over bytes in a buffer. owner: keeps the buffer's memory alive if the framework did
-        not allocate it."""
+        """Makes a tensor over bytes in a buffer. owner: an object that keeps the buffer's memory alive if the framework
+        did not allocate it."""
 
     @abstractmethod
     def wrap_tensor(self, tensor: Any) -> Any:
@@ -163,7 +163,7 @@ class FrameworkOpBase(ABC):
         """Waits for the work that is queued on a GPU. Does nothing for the host."""
 
     def synchronize_current_stream(self, device: Device) -> None:
-        """Waits for the work that is queued on this thread's current stream, and possibly for more."""
+        """Waits for the work that is queued on this thread's current stream. May also wait for other streams."""
         self.synchronize(device)
 
     def get_runtime_lib_dirs(self) -> list[str]:
@@ -172,7 +172,7 @@ class FrameworkOpBase(ABC):
 
     @abstractmethod
     def get_global_rank(self) -> int:
-        """Returns this process's global rank; 0 if it is not distributed."""
+        """Returns this process's global rank, or 0 if the process is not distributed."""
 
     @abstractmethod
     def wrap(self, tensor: Any, dtype: DType, device: Device) -> Any:
@@ -180,7 +180,7 @@ class FrameworkOpBase(ABC):
 
     @abstractmethod
     def get_empty_tensor(self, shape: list[int], dtype: DType, device: Device) -> Any:
-        """Allocates memory for a tensor. shape: as in files."""
+        """Allocates memory for a tensor. shape: the shape in a file."""
 
     @abstractmethod
     def concat_tensors(self, tensors: list[Any], dim: int) -> Any: ...
@@ -214,7 +214,7 @@ class FrameworkOpBase(ABC):
         return [prod(shape) * dtype.bits // 8], [1]
 
     def get_native_shape(self, dtype: DType, st_shape: list[int]) -> list[int]:
-        """Returns the shape of a tensor in the framework: the last dimension of F4 counts pairs."""
+        """Returns the shape of a tensor in the framework, where the last dimension of F4 counts pairs."""
         if dtype is not DType.F4:
             return list(st_shape)
         if not st_shape or st_shape[-1] % 2:
@@ -231,13 +231,13 @@ class FrameworkOpBase(ABC):
         return (*slices[:-1], slice(lo // 2, hi // 2, 1))
 
     def pinned(self, length: int) -> Any:
-        """Allocates pinned host memory, as a wrapped tensor of U8 that owns it. Raises NotImplementedError if
+        """Allocates pinned host memory. Returns a wrapped U8 tensor that owns the memory. Raises NotImplementedError if
         the framework cannot pin memory."""
         raise NotImplementedError(f"{type(self).__name__} cannot pin memory")
 
     def mmap_file_pinned(self, filename: str, length: int, offset: int) -> Any:
-        """Reads bytes [offset, offset + length) of a file into pinned anonymous memory, as a wrapped tensor
-        of U8 that owns it. Raises NotImplementedError if the framework cannot pin memory."""
+        """Reads bytes [offset, offset + length) of a file into pinned anonymous memory. Returns a wrapped U8 tensor
+        that owns the memory. Raises NotImplementedError if the framework cannot pin memory."""
         raise NotImplementedError(f"{type(self).__name__} cannot pin memory")
 
     @abstractmethod

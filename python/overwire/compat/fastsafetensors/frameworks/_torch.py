@@ -32,7 +32,7 @@ need_workaround_dtypes = {DType.F8_E5M2: DType.I8, DType.F8_E4M3: DType.I8, DTyp
 
 
 def fst_dtype(dtype: torch.dtype) -> DType:
-    """Returns the file's dtype for a torch dtype. Raises KeyError if safetensors lacks it."""
+    """Returns the file's dtype for a torch dtype. Raises KeyError for a dtype that safetensors lacks."""
     return _dtypes[dtype]
 
 
@@ -245,7 +245,7 @@ class TorchOp(FrameworkOpBase):
         actual = wrapped.real_tensor
         if actual.shape != real.shape or actual.dtype != real.dtype:
             return False
-        # torch cannot compare these dtypes, but for them equal bits mean equal numbers.
+        # torch cannot compare tensors of these dtypes, but equal bits mean equal numbers.
         small = wrapped.dtype in (DType.F4, DType.F8_E8M0)
         return (
             torch.equal(_bytes(actual.contiguous()), _bytes(real.contiguous())) if small else torch.equal(actual, real)
