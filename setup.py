@@ -1,4 +1,4 @@
-"""Builds overwire as its PEP 517 and 660 backend, with only the standard library.
+"""The PEP 517 and PEP 660 backend that builds overwire, with only the standard library.
 
     pip install .          needs Go 1.26, a C compiler and the headers of this Python
     pip install -e .       the same; rerun it after a change of Go or C code
@@ -15,8 +15,8 @@ One wheel supports CPython 3.10 and later. Its tag is derived from the
 library's symbol versions; a library that needs a newer glibc than FLOOR is
 refused. The same tree and tools produce the same bytes in any folder.
 
-setuptools would be a package that the build has to download. Its wheels depend
-on the umask, and it does not write dist-info/sboms.
+setuptools is not used, because the build would have to download it. Its wheels depend on the umask, and it does not
+write dist-info/sboms.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ GO = (1, 26)
 FLOOR = (2, 17)  # glibc of manylinux2014
 PORTABLE = "py3-none-any"  # the wheel tag without the engine
 MACHINES = {"amd64": "x86_64", "arm64": "aarch64"}  # Go's name -> the name in wheels
-# Without HTTP/2 a wheel is 0.2 MB smaller: source/route and serve only use HTTP/1.1.
+# source/route and serve use only HTTP/1.1. Without HTTP/2 a wheel is 0.2 MB smaller.
 GO_TAGS = "netgo,osusergo,nethttpomithttp2"
 TAGS = "pyext," + GO_TAGS
 # Packages that are compiled without inlining, which makes a wheel 0.5 MB smaller. They do not process tensor bytes.
@@ -63,7 +63,7 @@ LEAN_OWN = (
     "bench cli companions delta errs fetch format/gguf knob page serve source/cache source/http source/open "
     "source/redis source/retry source/route source/s3 tensorizer"
 )
-EPOCH = 315532800  # 1980-01-01, the oldest time a zip can hold
+EPOCH = 315532800 # 1980-01-01, the oldest time that a zip can store
 
 # Folders of an sdist. Built, cached and hidden files are left out.
 SDIST = ("bench", "cuda", "docs", "examples", "gosrc", "python", "requirements", "tests", "vendor", "wheels")
@@ -91,7 +91,7 @@ def items(section: str, key: str) -> list[str]:
 
 
 def project() -> dict[str, str]:
-    """Returns the texts of [project], and the version, which is only in gosrc/cli."""
+    """Returns the strings of [project], and the version, which is defined in gosrc/cli."""
     version = re.search(r'^const Version = "(.*)"$', (ROOT / "gosrc/cli/cli.go").read_text(encoding="utf-8"), re.M)
     assert version is not None
     return texts("project") | {"version": version[1]}
@@ -106,8 +106,8 @@ def entry_points() -> str:
 
 
 def metadata(licence: str = "", files: list[str] | None = None, requires: Iterable[str] = ()) -> str:
-    """Returns METADATA. For a wheel it has the licence of all contents, the licence files and the required packages.
-    For an sdist it has the project's own licence, because an sdist has no library."""
+    """Returns METADATA. For a wheel, it has the licence of all contents, the licence files and the required packages.
+    For an sdist, it has only the project's own licence, because an sdist has no library."""
     p = project()
     lines = [
         "Metadata-Version: 2.4",
@@ -176,19 +176,19 @@ def go_environment() -> dict[str, str]:
     env = dict(os.environ)
     env.update(
         CGO_ENABLED="1",
-        # Go only supports vector instructions on amd64.
+        # Go supports vector instructions only on amd64.
         GOEXPERIMENT=os.environ.get("GOEXPERIMENT", "simd") if machine() == "x86_64" else "",
         GOFLAGS=(env.get("GOFLAGS", "") + " -buildvcs=false").strip(),
         GOAMD64="v1",
-        # With this the compiler takes a quarter less time, and 0.9 instead of 0.5 GB for the largest package.
+        # With this value the compiler takes a quarter less time, but 0.9 instead of 0.5 GB for the largest package.
         GOGC=os.environ.get("GOGC", "400"),
     )
     return env
 
 
 def lean() -> list[str]:
-    """Returns build flags that make the packages of LEAN small. They also omit debug tables, which take a sixth of the
-    compile time and which the linker would drop."""
+    """Returns build flags that make the packages of LEAN small. The flags also omit debug tables, which take a sixth of
+    the compile time, and which the linker would drop."""
     packages = [*LEAN.split(), *(f"github.com/overwire/overwire/gosrc/{name}" for name in LEAN_OWN.split())]
     return ["-gcflags=all=-dwarf=false", *(f"-gcflags={package}=-l -dwarf=false" for package in packages)]
 
@@ -229,7 +229,7 @@ def build_library(out: Path = LIBRARY, asan: bool = False, fake: bool = False) -
             sys.exit(f"overwire: go build failed (exit code {done.returncode}): see its messages above")
         if not asan and not fake:
             symbol_floor(made)
-        os.replace(made, out)  # processes that have mapped the old file keep it
+        os.replace(made, out)  # processes that have mapped the old file keep using it
 
 
 def of_wheels(module: str) -> types.ModuleType:
@@ -253,7 +253,7 @@ def symbol_floor(library: Path) -> tuple[int, int]:
 
 
 def tag(library: Path) -> str:
-    """Returns the wheel's tag. It names FLOOR, which the library never exceeds."""
+    """Returns the wheel's tag. It names the glibc version FLOOR; a library that needs a newer version is refused."""
     return "cp310-abi3-manylinux_%d_%d_" % symbol_floor(library) + machine()
 
 
@@ -302,7 +302,7 @@ def tree(folder: Path) -> list[Path]:
 
 
 def build_wheel(wheel_directory: str, config_settings: object = None, metadata_directory: str | None = None) -> str:
-    with tempfile.TemporaryDirectory() as t:  # leave the tree unchanged
+    with tempfile.TemporaryDirectory() as t:  # so that the tree stays unchanged
         library = Path(t) / LIBRARY.name
         build_library(library)
         label = tag(library)
@@ -312,7 +312,7 @@ def build_wheel(wheel_directory: str, config_settings: object = None, metadata_d
 
 
 def build_portable_wheel(wheel_directory: str) -> str:
-    """Builds the platform-independent wheel, for machines without the engine: a reader that only needs numpy."""
+    """Builds the platform-independent wheel, for machines without the engine: a reader that needs only numpy."""
     homes = re.search(r"^_HOMES = (\{.*?^\})", (PACKAGE / "__init__.py").read_text(encoding="utf-8"), re.M | re.S)
     assert homes is not None
     public = tuple(sorted(name for names in ast.literal_eval(homes[1]).values() for name in names))

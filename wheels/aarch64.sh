@@ -5,14 +5,14 @@
 #   wheels/aarch64.sh wheel                builds and audits the wheel, and imports it in CPythons
 #                                          for aarch64 (wheels/pythons.sh)
 #   wheels/aarch64.sh python [FILE...]     Python tests of that wheel, with numpy and torch; by
-#                                          default all tests except the slow ones
+#                                          default all tests except slow tests
 #   wheels/aarch64.sh all                  the three steps above, and a summary
 #   wheels/aarch64.sh count                counts instructions of decoders and CRC-32C, for
 #                                          docs/benchmarks/host.md
 #
-# It needs gcc-aarch64-linux-gnu, libc6-dev-arm64-cross and qemu-user. It installs them if
-# it runs as root; otherwise it names what is missing and skips the step. Tests that qemu
-# cannot run are listed in wheels/aarch64-left-out.txt with their reasons. `all` takes hours:
+# The script needs gcc-aarch64-linux-gnu, libc6-dev-arm64-cross and qemu-user. It installs these
+# packages if it runs as root. Otherwise it prints which of them are missing, and skips the step.
+# wheels/aarch64-left-out.txt lists the tests that qemu cannot run, with reasons. `all` takes hours:
 # 330 Python tests in 15 files took 18 minutes (6.5 minutes of CPU time) on two busy cores.
 # JOBS sets the number of processes for Python tests.
 set -eu
@@ -30,7 +30,7 @@ skip() {
 	exit 0
 }
 
-# logged COMMAND...: runs a command, copies its output to $work/$verb.log, and returns its status.
+# logged COMMAND...: runs a command, also writes its output to $work/$verb.log, and returns its status.
 logged() {
 	rm -f "$work/failed"
 	{ "$@" || echo $? >"$work/failed"; } 2>&1 | tee "$work/$verb.log"
@@ -48,8 +48,8 @@ tools() {
 # left_out go|py: prints the Go or Python tests that are left out.
 left_out() { sed -n "s/^$1 \([^ ]*\): .*/\1/p" wheels/aarch64-left-out.txt; }
 
-# Test programs start themselves, and Go test programs also start a C compiler. So each
-# program is renamed, and a script under its name starts it with qemu.
+# Test programs start themselves again, and Go test programs also start a C compiler. So each
+# program is renamed, and a script with its name starts it under qemu.
 runner() {
 	mkdir -p "$work/bin"
 	ln -sf "$(command -v aarch64-linux-gnu-gcc)" "$work/bin/cc"
@@ -93,7 +93,7 @@ tests)
 	runner
 	GOFLAGS=$("$python" setup.py goflags) # tests and the wheel share the build cache
 	export GOFLAGS CGO_ENABLED=1 CC=aarch64-linux-gnu-gcc
-	[ $# != 0 ] || set -- $(go list ./gosrc/... | grep -v '/internal/house$') # which only reads the sources
+	[ $# != 0 ] || set -- $(go list ./gosrc/... | grep -v '/internal/house$') # house only reads the sources
 	status=0
 	logged go test -short -vet=off -timeout 60m -skip "^($(left_out go | paste -sd'|'))\$" -exec "$work/exec" "$@" || status=1
 	say "Go tests: $(grep -c '^ok' "$work/tests.log") packages passed, $(grep -c '^FAIL	' "$work/tests.log") failed; left out: $(left_out go | paste -sd' ')"
@@ -115,7 +115,7 @@ python)
 	packages
 	rm -rf "$work/packages/overwire"
 	"$python" -m zipfile -e "$work"/dist/*.whl "$work/packages"
-	unset PYTHONPATH PYTHONDONTWRITEBYTECODE # otherwise each program compiles the torch modules that it imports
+	unset PYTHONPATH PYTHONDONTWRITEBYTECODE # otherwise each program would compile the torch modules that it imports
 	export OVERWIRE_TEST_SLOW=1 OVERWIRE_TEST_GRACE=300 OVERWIRE_TEST_TRANSFORMERS5="$work/transformers5"
 	# A .pth file makes the packages importable, because tests set PYTHONPATH.
 	site=build/pythons/aarch64/.bookworm/sys/usr/lib/python3/dist-packages
@@ -142,7 +142,7 @@ count)
 	tools
 	export CGO_ENABLED=0 GOFLAGS=-tags=netgo,osusergo,nostores
 	go test -vet=off -c -o "$work/x16" ./gosrc/codec/x16
-	# counted PROGRAM SYMBOLS BENCHMARK UNITS NAME: counts instructions; the log has a line for each
+	# counted PROGRAM SYMBOLS BENCHMARK UNITS NAME: counts the instructions per unit; the log has a line for each
 	counted() {
 		ranges=$(go tool nm -size "$1" | awk -v of="$2" '$NF ~ of {printf "%s0x%s+%s", n++ ? "," : "", $1, $2}')
 		qemu-aarch64 -singlestep -d nochain,exec -dfilter "$ranges" -D "$work/log" "$1" -test.run - -test.bench "$3" -test.benchtime 1x >/dev/null
@@ -156,7 +156,7 @@ count)
 	done
 	go test -vet=off -c -o "$work/codec" ./gosrc/codec
 	sums='^hash/crc32[.](update|updateCastagnoli|archUpdateCastagnoli|castagnoliUpdate|slicingUpdate)([.]abi0)?$'
-	for way in off on; do # the CPU's instruction; the benchmark sums 716,800 bytes once
+	for way in off on; do # with and without the CPU's instruction; the benchmark sums 716,800 bytes once
 		GODEBUG=cpu.crc32=$way counted "$work/codec" "$sums" 'BenchmarkSum$' 716800 "CRC-32C, the CPU's instruction $way, a byte"
 	done
 	rm "$work/log"

@@ -1,7 +1,8 @@
 """Builds the sdist, and the wheels from the unpacked sdist: python wheels/build.py DIR
 
-This proves that the sdist is complete. It builds the wheel of this machine, and the platform-independent wheel, which
-reads files with only numpy. Each is built twice, in differently named folders, and must have the same bytes.
+This proves that the sdist is complete. The wheels are this machine's wheel, and the platform-independent wheel, which
+reads files with only numpy. Each wheel is built twice, in differently named folders, and both builds must have the same
+bytes.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ def list_fragments(root: Path) -> list[Path]:
 
 
 def read_fragment(path: Path) -> tuple[str, str]:
-    """Returns the kind of a change and its sentence. Raises ValueError, which names the file, for any other form."""
+    """Returns the kind of a change and its sentence. Raises ValueError, with the file's name, for any other form."""
     parts = re.fullmatch(r"(\w+): (\S.*)\n?", path.read_text(encoding="utf-8"))
     if path.suffix != ".md" or not parts or parts[1] not in KINDS:
         raise ValueError(f"{path}: expected a .md file with one line, `Kind: sentence`; the kinds are {', '.join(KINDS)}")

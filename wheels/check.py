@@ -1,10 +1,10 @@
 """Audits wheels and imports them in every CPython of this machine: python wheels/check.py FILE...
 
-The library must only export PyInit__core. It may only need libc, in no newer glibc version than its tag states,
-and Python's stable ABI of 3.10. The wheel must have a correct RECORD, the licences of all linked modules, and at most
-LARGEST bytes. Then each interpreter that is on PATH, in pyenv, or downloaded by wheels/pythons.sh imports the wheel
-and calls the engine. Wheels of another machine are imported by downloaded interpreters under qemu-user. The wheel
-without the engine must read all golden files with only numpy.
+The library must export only PyInit__core. It may need only libc, in no newer glibc version than its tag states, and
+Python's stable ABI of 3.10. The wheel must have a correct RECORD, the licences of all linked modules, and at most
+LARGEST bytes. Then each interpreter that is on PATH, in pyenv, or downloaded by wheels/pythons.sh imports the wheel and
+calls the engine. Wheels of another machine are imported by downloaded interpreters under qemu-user. The wheel without
+the engine must read all golden files with only numpy.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14", "3.15")
 LARGEST = 8_550_000
 E_MACHINE = {"x86_64": 62, "aarch64": 183}  # in the ELF header
 
-# Names outside the stable ABI of 3.10 that a mistake in the shim would use. PyObject_GetBuffer and PyBuffer_Release are
-# allowed: they are in the stable ABI since 3.11, and unchanged in 3.10 (gosrc/bind/core/memory.c).
+# Names outside of the stable ABI of 3.10 that the shim could use by mistake. PyObject_GetBuffer and PyBuffer_Release
+# are allowed, because they are in the stable ABI since 3.11 and the same in 3.10 (gosrc/bind/core/memory.c).
 NOT_STABLE = re.compile(
     r"^_Py(?!Arg_\w+_SizeT$|_(Dealloc|IncRef|DecRef|NoneStruct|TrueStruct|FalseStruct|BuildValue_SizeT)$)"
     r"|^Py(Complex_AsC|Run_|Buffer_(?!Release$))"
@@ -171,7 +171,7 @@ def audit_portable(wheel: Path) -> list[str]:
 
 
 def smoke(wheel: Path, python: str) -> str:
-    """Imports a wheel. Returns the error, or "" without one."""
+    """Imports a wheel. Returns the error, or "" if there is none."""
     with tempfile.TemporaryDirectory() as t:
         with zipfile.ZipFile(wheel) as z:
             z.extractall(t)
@@ -202,7 +202,7 @@ def read_goldens(wheel: Path, paths: Iterable[Path]) -> dict[str, dict[str, str]
 
 
 def goldens() -> list[Path]:
-    """Returns the golden files that this Python can read: those of level "smaller" need zstandard."""
+    """Returns the golden files that this Python can read. Files of level "smaller" need zstandard."""
     paths = sorted((ROOT / "tests" / "goldens").rglob("*.safetensors"))
     return [path for path in paths if "level" not in str(path) or find_spec("zstandard")]
 

@@ -1,7 +1,7 @@
 """Reads the exports, required libraries and symbol versions of a shared library.
 
-It only supports little-endian ELF64, and the parts that the audit of a wheel needs. It reads the section headers, which
-all linkers write and which `-s` does not remove.
+It supports only little-endian ELF64, and only the parts that the audit of a wheel needs. It reads the section headers,
+which all linkers write and `-s` does not remove.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Elf:
         return strings[offset : strings.index(b"\0", offset)].decode()
 
     def dynamic(self, tag: int) -> list[str]:
-        """Returns the texts of a tag of the dynamic section."""
+        """Returns the strings of a tag in the dynamic section."""
         section = self._section(SHT_DYNAMIC)
         if section is None:
             return []

@@ -3,10 +3,10 @@
 The modules are those that `go list` reports for the build. Their texts come from Go's copies of the sources, in the
 module cache or vendor/. A missing or unknown licence fails the build.
 
-Standard tools do not replace this. go-licenses 1.6 finds the same licences, but without Go's own, needs the network,
-and takes 36 s (10 s of processor time) instead of 0.4 s. cyclonedx-gomod 1.9 takes 9 s, misses Go's own licence and
-those of packages in subfolders (klauspost/compress, smithy-go), and takes the BSD-3-Clause text of golang.org/x for
-another one.
+Standard tools do not replace this. go-licenses 1.6 finds the same licences except Go's own, needs the network, and
+takes 36 s (10 s of processor time) instead of 0.4 s. cyclonedx-gomod 1.9 takes 9 s, misses Go's own licence and those
+of packages in subfolders (klauspost/compress, smithy-go), and takes the BSD-3-Clause text of golang.org/x for another
+licence.
 """
 
 from __future__ import annotations
@@ -49,20 +49,20 @@ class Module:
 
     @property
     def url(self) -> str:
-        """Returns its package URL."""
+        """Returns the module's package URL."""
         return f"pkg:golang/{'stdlib' if self.path == 'std' else self.path}@{self.version}"
 
     @property
     def licences(self) -> list[str]:
-        """Returns the SPDX ids of its texts."""
+        """Returns the SPDX ids of the module's licences."""
         return sorted({name for text in self.texts.values() for name in kinds(text)})
 
 
 def kinds(text: str) -> set[str]:
-    """Returns the SPDX ids of the licences in a text; none for a notice or a patent grant."""
+    """Returns the SPDX ids of the licences in a text, or an empty set for a notice or a patent grant."""
     words = " ".join(text.split())
     found = {name for name, (has, lacks) in KNOWN.items() if has in words and not (lacks and lacks in words)}
-    # The three-clause text contains the two-clause one.
+    # A two-clause text also matches the words for the three-clause licence.
     return found - {"BSD-3-Clause"} if "BSD-2-Clause" in found else found
 
 
@@ -108,7 +108,7 @@ def texts_in(folder: Path, top: Path) -> dict[str, str]:
 
 
 def notices(modules: list[Module]) -> str:
-    """Returns all texts, each once, after a list of the modules that have it."""
+    """Returns all texts, each of them once, after a list of the modules that have it."""
     owners: dict[str, list[str]] = {}
     for one in modules:
         for name, text in sorted(one.texts.items()):
@@ -125,7 +125,8 @@ def expression(own: str, modules: list[Module]) -> str:
 
 
 def bill(name: str, version: str, own: str, modules: list[Module], root: Path, suffix: str = "") -> str:
-    """Returns the bill of materials in CycloneDX 1.6. It is reproducible. suffix: of the names of the GPU modules."""
+    """Returns the bill of materials in CycloneDX 1.6. The result is reproducible. suffix: the suffix of the names of
+    the GPU modules."""
     url = f"pkg:pypi/{name}@{version}"
     sums = dict(re.findall(r"^(\S+ \S+) (h1:\S+)$", (root / "go.sum").read_text(encoding="utf-8"), re.M))
     components: list[dict[str, Any]] = []

@@ -1,12 +1,12 @@
 #!/bin/sh
 # Downloads CPythons that this machine lacks, for wheels/check.py: Debian's packages or, for
-# versions that Debian does not have, JavaCPP's builds on Maven Central. They are unpacked
-# with Debian's C library to build/pythons. The system is not changed.
+# versions that Debian does not have, JavaCPP's builds on Maven Central. They are unpacked to
+# build/pythons, together with Debian's C library. The system is not changed.
 #
 #   wheels/pythons.sh x86_64|aarch64 VERSION...
 #
-# Each becomes a program build/pythons/MACHINE/pythonVERSION. Programs for another machine
-# run under qemu-user. If a version cannot be downloaded, it is named, and the exit status is 1.
+# Each version becomes a program build/pythons/MACHINE/pythonVERSION. Programs for another machine
+# run under qemu-user. If a version cannot be downloaded, the script prints its name and exits with 1.
 set -eu
 cd "$(dirname "$0")/.."
 machine=$1

@@ -4,7 +4,7 @@
     python wheels/release.py --reproduce DIR
 
 A release is a tagged commit. The tree must be clean, the tag must match the version, and
-CHANGELOG.md must have an entry for it. A rehearsal only needs a clean tree. The program
+CHANGELOG.md must have an entry for it. A rehearsal needs only a clean tree. The program
 then regenerates all generated files, builds the site, and writes the sdist, a wheel for
 each architecture, and their hashes to DIR. --reproduce builds the commit in two new
 folders, one of them with an empty build cache, and compares their files with each other and with DIR.
@@ -102,7 +102,7 @@ def incomplete(out: Path, tracked: Iterable[str], version: str) -> list[str]:
 
 
 def parts(bill: bytes) -> set[str]:
-    """Returns the modules that a bill of materials lists; each architecture has its own kernels."""
+    """Returns the modules that a bill of materials lists, without kernels, which differ between architectures."""
     return {part["bom-ref"] for part in json.loads(bill or b"{}").get("components", []) if part["type"] == "library"}
 
 

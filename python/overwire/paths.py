@@ -56,7 +56,7 @@ def local(path: Any) -> str:
         return text
     if is_file(text):
         text = path_of(text)
-    # Leave ".." to the system: after a symbolic link it leads to a different folder than the text suggests.
+    # The system resolves "..", because after a symbolic link it leads to another folder than the text suggests.
     try:
         return _from_root(text) if ".." in text.split("/") else os.path.abspath(text)
     except FileNotFoundError:
@@ -68,7 +68,7 @@ def local(path: Any) -> str:
 
 
 def _is_odd(path: str) -> bool:
-    # Whether a path needs more checks before it is used as a file name.
+    # Returns whether a path needs more checks before it is used as a file name.
     return path.endswith("/") or "\0" in path or "//" in path or "/." in path
 
 
@@ -77,8 +77,8 @@ def _from_root(path: str) -> str:
 
 
 def is_there(path: str) -> bool:
-    """Like `os.path.exists`, but raises if the file system fails. `os.path.exists` then returns False, and a caller
-    might replace an existing file."""
+    """Returns whether a path exists. Raises an error if the file system fails. `os.path.exists` would return False in
+    this case, and a caller might replace an existing file."""
     try:
         os.stat(path)
     except OSError as error:
@@ -89,7 +89,7 @@ def is_there(path: str) -> bool:
 
 @contextlib.contextmanager
 def classed_errors(path: str, verb: str = "save") -> Iterator[None]:
-    """Converts operating system errors inside the block to our error classes."""
+    """Converts operating system errors inside the block to overwire's error classes."""
     try:
         yield
     except OverwireError:
@@ -100,25 +100,27 @@ def classed_errors(path: str, verb: str = "save") -> Iterator[None]:
 
 @contextlib.contextmanager
 def named_errors(names: Mapping[str, str]) -> Iterator[None]:
-    """Replaces the paths of temporary plain files in errors. names: maps them to the names of the original files."""
+    """Replaces the paths of temporary plain files in errors. names: maps these paths to the names of the original
+    files."""
     try:
         yield
     except OverwireError as error:
-        for plain in sorted(names, key=len, reverse=True):  # longest first: one may begin with another
+        for plain in sorted(names, key=len, reverse=True):  # the longest first, because a path may begin with another
             error.args = tuple(str(text).replace(plain, names[plain]) for text in error.args)
             error.source = error.source and error.source.replace(plain, names[plain])
         raise
 
 
 def raise_unless_absent(error: OSError, path: str) -> None:
-    """Converts an operating system error to our class and raises it. Ignores paths that do not exist or cannot be
-    reached: opening them reports that."""
+    """Converts an operating system error to overwire's class and raises it. Does nothing for paths that do not exist or
+    cannot be reached, because opening them reports this."""
     if error.errno not in _ABSENT:
         raise error_of_system(error, "stat", path) from error
 
 
 def local_file(path: Any) -> str:
-    """Like `local`, for a file that will be written. Raises ArgumentError for a path that ends with /."""
+    """Converts the path of a file that will be written, like `local`. Raises ArgumentError for a path that ends with
+    /."""
     target = local(path)
     if os.fsdecode(path).endswith("/"):
         raise ArgumentError(f"overwire: {_shown_path(os.fsdecode(path))} is a folder's name: name a file in it")
@@ -127,8 +129,8 @@ def local_file(path: Any) -> str:
 
 
 def _shown_path(text: str) -> str:
-    """Formats a path for messages. Only the scheme of a URI is shown: the engine, which hides
-    secrets in URIs, cannot parse this text."""
+    """Formats a path for messages. Of a URI, only the scheme is shown, because the engine, which hides secrets in URIs,
+    cannot parse this text."""
     return repr(text.partition("://")[0] + "://***" if is_remote(text) else text)
 
 
@@ -153,7 +155,7 @@ def path_of(uri: str) -> str:
 
 
 def without_scheme(text: str) -> str:
-    """Returns the path of a valid file:// URI; returns other strings unchanged."""
+    """Returns the path of a valid file:// URI. Returns other strings unchanged."""
     try:
         return path_of(text) if is_file(text) else text
     except ArgumentError:  # opening it reports the error

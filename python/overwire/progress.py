@@ -13,7 +13,7 @@ from .errors import ArgumentError
 
 
 class Progress(NamedTuple):
-    """One progress reading: tensor bytes (not stored bytes) and tensors, done and in total.
+    """One progress reading: the numbers of tensor bytes (not stored bytes) and tensors, done and in total.
 
     The totals are 0 until the work is planned.
     """
@@ -49,8 +49,8 @@ class Watcher:
 class _Bar(Watcher):
     """A tqdm bar that counts tensor bytes. It appears with the first reading.
 
-    In a notebook it is removed at the end: tqdm hides its widget, but a saved notebook would show the widget's first
-    text.
+    In a notebook, the bar is removed at the end, because a saved notebook would show the first text of the widget that
+    tqdm hides.
     """
 
     def __init__(self, make_bar: Callable[..., Any], is_widget: bool) -> None:
@@ -78,7 +78,7 @@ class _Bar(Watcher):
 
 
 class _Line(Watcher):
-    """One line on stderr: rewritten in place on a terminal, otherwise printed at the end."""
+    """One line on stderr. On a terminal it is rewritten in place, otherwise it is printed at the end."""
 
     def __init__(self, verb: str) -> None:
         self._verb = verb
@@ -117,7 +117,7 @@ def check_progress(progress: object) -> None:
 
 def watch(progress: ProgressLike, verb: str) -> Watcher | None:
     """Makes the watcher for a `progress=` argument, or None for no display. The watcher shows nothing before its first
-    reading, so it can be made before the work starts. Several jobs can use it, one after another."""
+    reading, so it can be made before the work starts. Several jobs can use the watcher, one after another."""
     check_progress(progress)
     if progress is None or progress is False:
         return None

@@ -3,9 +3,9 @@ Python objects. The pickles of bundles call these functions.
 
 numpy's own pickle functions are not used because they trust their input: a forged dtype state can make numpy read bytes
 as pointers. These functions check their input, so they are on the allow-list of `load_compressed_pickle`. `budget`
-limits the work for an untrusted pickle; it is None for a trusted one.
+limits the work for an untrusted pickle; it is None for a trusted pickle.
 
-Files contain the names and arguments of these functions, so neither may ever change.
+Files contain the names and arguments of these functions, so these must never change.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ Spec = str | list[Any]
 _OWN = re.compile(r"[<>=|](?:[?bBiufcmMSUV]\d{0,10}(?:\[[\w/]{1,40}\])?|O)|O", re.ASCII)
 _ADDED = re.compile(r"(?:b?float|u?int)\d+(?:_\w+)?", re.ASCII)
 
-# Maximum nesting of structures, maximum dimensions of a field or an array, and limit of a dimension.
+# The most nesting levels of structures, the most dimensions of a field or an array, and the limit of a dimension.
 _DEEPEST = 32
 _DIMS = 64
 _LARGEST = 1 << 62
 
 
 def spec_of(dtype: Any) -> Spec | None:
-    """Returns the spec of a numpy dtype. None if a spec cannot express it: for aligned or overlapping
-    fields, metadata, or a scalar type such as np.record."""
+    """Returns the spec of a numpy dtype. Returns None for a dtype that a spec cannot express: with aligned or
+    overlapping fields, with metadata, or with a scalar type such as np.record."""
     if dtype.names is not None:
         fields = []
         for name in dtype.names:
@@ -45,7 +45,7 @@ def spec_of(dtype: Any) -> Spec | None:
         result: Spec = fields
     elif dtype.subdtype is not None:
         return None
-    elif dtype.isbuiltin == 2:  # registered by another package: ml_dtypes
+    elif dtype.isbuiltin == 2:  # a dtype that another package has registered (ml_dtypes)
         result = dtype.name
     else:
         result = dtype.str

@@ -51,13 +51,13 @@ class KeyDerivation:
 class Record:
     """One tensor of a .tensors file.
 
-    name: as in the file. A path is stored as "\\x1e" and a JSON list.
-    type: 0 parameter, 1 buffer, 2 state dict entry. module: number of its module.
-    dtype: numpy's name. For types that only torch has: the numpy name of a type of the same size,
-    a NUL, and torch's name. shape: as written. record, data: offsets in the file.
-    nbytes: bytes of the data; 0 for a tensor with elements means that all are zero.
-    prefix: bytes that the checksums cover before the data. crc32, sha256: the checksums, or
-    None. encrypted: whether the data are encrypted. derivation: how the key was derived, or None.
+    name: the name in the file. A path is stored as "\\x1e" and a JSON list.
+    type: 0 parameter, 1 buffer, 2 state dict entry. module: the number of the tensor's module.
+    dtype: numpy's name. For a dtype that only torch has, the numpy name of a type of the same size, a NUL, and torch's
+    name. shape: the shape in the file. record, data: offsets in the file.
+    nbytes: the bytes of the data; 0 for a tensor with elements means that all elements are zero.
+    prefix: bytes that the checksums cover before the data. crc32, sha256: the checksums, or None. encrypted: whether
+    the data are encrypted. derivation: how the key was derived, or None.
     """
 
     name: str
@@ -105,7 +105,7 @@ class OpenRecords(HandleOwner):
     """A .tensors file that stays open after its records are read. Loads accept it as a source and
     do not open or index it again. `storage_options` may change until the first load."""
 
-    has_bytes = False  # loads may use preloaded tensors of the file
+    has_bytes = False  # so loads may use preloaded tensors of the file
     _number: int = 0
     _model: Model | None = None
 
@@ -175,9 +175,9 @@ def derive_key(password: bytes, derivation: KeyDerivation) -> bytes:
 
 
 def sums(items: Iterable[tuple[bytes, int, int]]) -> list[tuple[bytes, bytes]]:
-    """Computes the CRC32 and SHA-256 checksums of records. Each item is a prefix, and an address and
-    number of bytes of memory. The memory must not change during the call. Uses all cores and
-    releases the GIL. One call with many items is faster than a call per item."""
+    """Computes the CRC32 and SHA-256 checksums of records. Each item is a prefix, followed by the address and number of
+    bytes of memory. The memory must not change during the call. Uses all cores and releases the GIL. One call with many
+    items is faster than one call for each item."""
     rows = list(items)
     numbers = array("q", [n for _, pointer, nbytes in rows for n in (pointer, nbytes)]).tobytes()
     return [
@@ -210,15 +210,15 @@ def write_records(
     path: str = "",
 ) -> list[Record]:
     """Writes records and their data consecutively from an offset of a file, and returns the
-    records as written. It does not write the head and the index: see `make_front`.
+    records as written. Does not write the head and the index, which `make_front` returns.
 
-    file: a descriptor open for writing at any offset (without O_APPEND). key: 32 bytes, to
-    encrypt the data with new nonces; `derivation` tells readers how the key was derived.
-    The tensors' memory must not change during the call. threads: 0 means one per core.
+    file: a descriptor open for writing at any offset (without O_APPEND). key: 32 bytes with which the data are
+    encrypted, with new nonces; `derivation` describes to readers how the key was derived. The tensors' memory must not
+    change during the call. threads: 0 means one per core.
     path: the file's name in errors. Releases the GIL.
 
-    Raises ArgumentError for tensors that the format does not support, and IOFailure if writing
-    fails; then some of the data may already be written.
+    Raises ArgumentError for tensors that the format does not support, and IOFailure if writing fails. After an
+    IOFailure, a part of the data may have been written.
     """
     new = list(records)
     spec: WriteRequest = {
@@ -252,8 +252,8 @@ def _item_of(record: Record | NewRecord) -> RecordItem:
 def make_front(records: Iterable[Record], index_bytes: int, *, encrypted: bool, version: int = 1) -> bytes:
     """Makes the first bytes of a file: the head, and an index of `index_bytes` bytes.
 
-    It uses the name, type, dtype, shape, offsets and nbytes of each record. version: the minimum
-    version; the records may require a higher one. Raises ArgumentError if the records do not fit.
+    The index has the name, type, dtype, shape, offsets and nbytes of each record. version: the minimum version; the
+    records may require a higher version. Raises ArgumentError if the index does not fit.
     """
     items: list[RecordItem] = [
         {**_item_of(r), "record": r.record, "data": r.data, "sealed": encrypted} for r in records

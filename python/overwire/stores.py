@@ -36,10 +36,10 @@ from .paths import is_remote, is_there, local
 if TYPE_CHECKING:
     from ._requests import FetchPin, FetchRequest
 
-# This process's descriptors. Unnamed files get their name through this folder.
+# The folder of this process's descriptors, through which unnamed files get a name.
 _OWN_FILES = "/proc/self/fd"
 
-# Maximum time in milliseconds that a read delays Ctrl-C.
+# The most milliseconds by which a read delays Ctrl-C.
 _SLICE_MS = 50
 
 __all__ = [
@@ -55,11 +55,11 @@ def write_bytes(
     *,
     once: bool = False,
 ) -> None:
-    """Replaces a file or object atomically, and then removes the `stale` files. A local file
-    keeps its mode, owner and ACL; a symbolic link is followed.
+    """Replaces a file or object atomically, and then removes the `stale` files. A local file keeps its mode, owner and
+    ACL. A symbolic link is followed.
 
-    once: raises ArgumentError instead of replacing an existing S3 object. If several writers try
-    simultaneously, one succeeds. (In a store without conditional writes the last one wins.)
+    once: whether to raise ArgumentError instead of replacing an existing S3 object. If several writers try at the same
+    time, one of them succeeds. (In a store without conditional writes, the last writer wins.)
 
     Raises NotFoundError if the folder does not exist, AccessError, ArgumentError if the
     target is not a regular file, IOFailure."""
@@ -71,7 +71,7 @@ def write_bytes(
         ) as job:
             job.wait()
     finally:
-        del holder  # a mapped file cannot be closed before this
+        del holder  # a mapped file cannot be closed while this exists
 
 
 def remove_objects(uris: Sequence[str], options: Mapping[str, object] | None) -> None:
@@ -82,10 +82,10 @@ def remove_objects(uris: Sequence[str], options: Mapping[str, object] | None) ->
 
 def publish(made: str, path: str) -> None:
     """Replaces `path` atomically with the finished file `made` of the same folder. `path` keeps its mode, owner and
-    ACL; a symbolic link is followed. If `path` exists, create `made` with mode 0600.
+    ACL. A symbolic link is followed. If `path` exists, the caller must create `made` with mode 0600.
 
     Raises NotFoundError if the folder does not exist, AccessError, ArgumentError if `path` is not a regular file,
-    IOFailure. `made` still exists then."""
+    IOFailure. After an error, `made` still exists."""
     with Job(_verbs.rename({"path": path, "made": made}), "save") as job:
         job.wait()
 
@@ -104,7 +104,7 @@ def refuse_planted(path: str) -> None:
 
 def presign(uri: str, seconds: int, *, storage_options: Mapping[str, object] | None = None) -> str:
     """Returns a URL that reads an s3:// object without credentials for the given seconds, at most
-    seven days. Anyone who has it can read the object: keep it secret.
+    seven days. Keep the URL secret, because anyone who has it can read the object.
 
     Raises ArgumentError for unsigned access, AccessError without credentials, NotSupportedError for other stores.
     """
@@ -112,8 +112,8 @@ def presign(uri: str, seconds: int, *, storage_options: Mapping[str, object] | N
 
 
 class ObjectReader(io.RawIOBase):
-    """Reads the bytes of a path or URI in order, from `begin` to `end` (exclusive; None: to the
-    end). Several connections read ahead; a broken connection is resumed.
+    """Reads the bytes of a path or URI in order, from `begin` to `end` (exclusive, by default the end of the object).
+    Several connections read ahead; a broken connection is resumed.
 
     Several paths or URIs are read in order, as one file. With `sizes`, the size of each source in bytes, an external
     downloader (OVERWIRE_DOWNLOADER) is started only once, and an object of another size raises CorruptError.
@@ -174,26 +174,26 @@ class ObjectReader(io.RawIOBase):
         return self._pin["size"], b64decode(self._pin["identity"] or "").decode("latin-1")
 
     def headers(self) -> dict[str, list[str]]:
-        """Returns the headers of a single source's first HTTP response, once `found` returns a result. Empty
-        for sources without HTTP."""
+        """Returns the headers of a single source's first HTTP response. Empty until `found` returns a result, and for
+        sources without HTTP."""
         return self._headers
 
     def _stop_reading(self) -> None:
         job, self._job = self._job, None
-        if self._pipe >= 0:  # close the pipe first: a job that writes to it does not notice a cancel
+        if self._pipe >= 0:  # closes the pipe first, because a job that writes to it does not notice a cancel
             os.close(self._pipe)
             self._pipe = -1
         if job is not None:
             job.abandon()
 
     def readinto(self, buffer: Any, /) -> int:
-        """Reads some bytes; 0 at the end. Raises the store's errors."""
+        """Reads some bytes into a buffer. Returns their number, 0 at the end. Raises the store's errors."""
         if self.closed:
             raise ValueError("I/O operation on closed file")
         view = memoryview(buffer).cast("B")
         if self._job is None or not len(view):
             return 0
-        # Wait in short intervals: a signal just before a blocking read would only be handled after it.
+        # Waits in short intervals, because a signal just before a blocking read would be handled only after the read.
         waiting = select.poll()
         waiting.register(self._pipe, select.POLLIN)
         while not waiting.poll(_SLICE_MS):
@@ -206,7 +206,7 @@ class ObjectReader(io.RawIOBase):
         return count
 
     def readall(self) -> bytes:
-        """Reads the rest."""
+        """Reads and returns the remaining bytes."""
         blocks, block = [], bytearray(4 << 20)
         while count := self.readinto(block):
             blocks.append(bytes(memoryview(block)[:count]))
@@ -225,7 +225,7 @@ class ObjectReader(io.RawIOBase):
         return self._at
 
     def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
-        """Seeks to an offset. Raises ValueError for an offset from the end, or before the beginning."""
+        """Seeks to an offset. Raises ValueError for an offset that is relative to the end or before the beginning."""
         if whence == io.SEEK_CUR:
             offset += self._at
         elif whence != io.SEEK_SET:
@@ -254,10 +254,10 @@ class ObjectWriter(io.BufferedRandom):
     """A file that is written to a store, or to a local path, when it is closed. Until then the bytes
     are in an unnamed temporary file, and readers see the old object.
 
-    `drop`, or an exception in a `with` block, leaves the store unchanged. A file that is still open
-    is written at process exit, unless an exception ends the process. A file with data is also
-    written when its last reference is dropped. If several threads close it, one writes and the
-    others wait. In a forked child it is closed and never written.
+    `drop`, or an exception in a `with` block, leaves the store unchanged. A file that is still open is written at
+    process exit, unless an exception ends the process. A file with data is also written when its last reference is
+    dropped. If several threads close the file, one of them writes and the others wait. In a forked child the file is
+    closed and never written.
     """
 
     _hidden_name = ""  # the temporary file's name, if it has one
@@ -266,8 +266,8 @@ class ObjectWriter(io.BufferedRandom):
         self._uri, self._options = uri, storage_options
         self._lock = new_lock()
         self._is_ending = self._is_over = False
-        storage(storage_options, [uri])  # refuse invalid options now
-        _verbs.knobs()  # start the engine, so that its exit handler runs after the one registered below
+        storage(storage_options, [uri])  # refuses invalid options now
+        _verbs.knobs()  # starts the engine, so that its exit handler runs after the one registered below
         _finish_at_exit()
         number = self._open_temporary()
         with after_error(os.close, number):
@@ -289,7 +289,7 @@ class ObjectWriter(io.BufferedRandom):
         self._end_once(self._write_all)
 
     def _end_once(self, end: Callable[[], None]) -> None:
-        # One call at a time. The lock is reentrant, so a signal handler can get here during a call.
+        # Only one call runs at a time. The lock is reentrant, so a signal handler can get here during a call.
         with self._lock:
             if self._is_ending:
                 raise ArgumentError(
@@ -297,7 +297,7 @@ class ObjectWriter(io.BufferedRandom):
                 )
             self._is_ending = True
             try:
-                if not self.closed:  # if _is_over, an earlier call was interrupted
+                if not self.closed:  # if _is_over is set, an earlier call was interrupted
                     self._drop_temporary() if self._is_over else end()
             finally:
                 self._is_ending = False
@@ -311,12 +311,12 @@ class ObjectWriter(io.BufferedRandom):
             self._drop_temporary()
 
     def _drop_temporary(self) -> None:
-        self.raw.close()  # discards buffered bytes: a flush to a full disk would fail
+        self.raw.close()  # discards buffered bytes, because flushing them to a full disk would fail
 
     @skip_at_exit
     def __del__(self) -> None:
-        # An empty file does not replace the old object: an interrupt may have come before the first write.
-        # `getattr`: the constructor may have been interrupted.
+        # An empty file does not replace the old object, because an interrupt may have come before the first write. The
+        # attribute is missing if the constructor was interrupted.
         if getattr(self, "raw", None) is not None and not self.closed:
             is_empty = not self.tell() and not os.fstat(self.fileno()).st_size
             self._end_once(self._drop_temporary if is_empty else self._write_all)
@@ -341,9 +341,9 @@ class FileWriter(ObjectWriter):
     target's folder, in an unnamed file if the file system supports that, so a killed process leaves nothing."""
 
     def __init__(self, path: str) -> None:
-        self._real = resolve_links(path)  # replace the target of a symbolic link, not the link
+        self._real = resolve_links(path)  # replaces the target of a symbolic link instead of the link
         super().__init__(path)
-        # later saves remove unfinished files of killed processes, which they recognize by the missing lock
+        # later saves remove the unfinished files of killed processes, which have no lock
         with contextlib.suppress(OSError):
             fcntl.flock(self.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
 
@@ -353,7 +353,7 @@ class FileWriter(ObjectWriter):
         return self._uri
 
     def _open_temporary(self) -> int:
-        # A file that replaces a private one must be private from the start.
+        # A file that replaces a private file must be private from the start.
         mode = 0o600 if is_there(self._real) else 0o666
         flags = os.O_RDWR | os.O_CLOEXEC
         if os.path.isdir(_OWN_FILES):  # the file gets its name through this folder
@@ -380,7 +380,8 @@ class FileWriter(ObjectWriter):
     def _write_object(self) -> None:
         if not self._hidden_name:
             self._hidden_name = self._new_hidden_name()  # set first, so that an interrupt removes the file
-            # src_dir_fd has no effect on an absolute path, but without it Python links the /proc link, not the file.
+            # src_dir_fd has no effect on an absolute path, but without this argument Python links the /proc link
+            # instead of the file.
             try:
                 os.link(f"{_OWN_FILES}/{self.fileno()}", self._hidden_name, src_dir_fd=self.fileno())
             except OSError:  # a sandbox or file system that forbids links
@@ -421,8 +422,8 @@ def _finish_at_exit() -> None:
 
 
 def _finish_writers() -> None:
-    # whether an exception ended the program; in an interactive console it only ended a line
+    # whether an exception ended the program; in an interactive console, an exception ends only a line
     has_failed = getattr(sys, "last_value", None) is not None and not hasattr(sys, "ps1")
-    with contextlib.ExitStack() as stack:  # end every writer, even if another fails
+    with contextlib.ExitStack() as stack:  # ends every writer, even if another one fails
         for writer in list(_unfinished):
             stack.callback(writer.drop if has_failed else writer.close)

@@ -49,8 +49,8 @@ Request = tuple[int, int, int, int, int, int]
 #: The end of a range that covers the whole dimension.
 WHOLE = -1
 
-# torch's allocator provides GPU tensors of at least _LARGE bytes. _FIRST_BATCH of them are allocated first, then at
-# most _BATCH at a time.
+# GPU tensors of at least _LARGE bytes come from torch's allocator. The first _FIRST_BATCH of them are allocated
+# together, then at most _BATCH at a time.
 _LARGE = 1 << 20
 _FIRST_BATCH, _BATCH = 4, 32
 
@@ -66,7 +66,7 @@ _OPENS = ("mmap", "lenient", "keys", "filter", "storage_options", "read", "host"
 
 
 def opening(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns those options of a public function that `Model` takes. The option `ray` becomes a storage option."""
+    """Returns the options of a public function that `Model` also takes. The option `ray` becomes a storage option."""
     opens = {name: options[name] for name in _OPENS if name in options}
     if options.get("ray") is not None:
         opens["storage_options"] = {**(opens.get("storage_options") or {}), "ray": options["ray"]}
@@ -78,9 +78,9 @@ class Model:
     `close`."""
 
     read: str | None = None
-    chosen: list[int] | None = None  # the positions that keys and filter select, None for all
-    #: The device on which `start` places tensors: `device`, or the host if a load to a GPU joins a preload
-    #: to the host. None before the first call of `join`.
+    chosen: list[int] | None = None  # the positions that keys and filter select, or None for all
+    #: The device on which `start` places tensors: `device`, or the host if a load to a GPU joins a preload to the host.
+    #: None before the first call of `join`.
     lands: str | None = None
     #: Whether loads use preloaded tensors.
     joined = False
@@ -104,8 +104,8 @@ class Model:
         host: bool | None = None,
     ):
         """Opens a model. keys, filter: select the tensors to load (`chosen`). With an index.json, only shards with
-        selected tensors are opened. probe: whether the file may be missing, so that metrics count no error. opened: the
-        engine's number for a .tensors file that is open already. parts: whether to accept files with only parts of
+        selected tensors are opened. probe: whether the file may be missing; metrics then count no error. opened: the
+        engine's number for a .tensors file that is already open. parts: whether to accept files with only parts of
         tensors, as their metadata shows. host: see `LoadOptions`."""
         self.device = device
         self.read = read
@@ -136,7 +136,7 @@ class Model:
             if names is not None:
                 filter = _filter_of(filter, names)
                 spec["keys"] = keys = [name for name in names if filter(name)]
-                filter = None  # the engine has already applied it
+                filter = None  # the engine has already applied the filter
         elif keys is not None:
             spec["keys"] = [key for key in keys if isinstance(key, str)]
         if opened:
@@ -152,7 +152,7 @@ class Model:
             if not probe:
                 note("open", "", type(error).__name__)
             if isinstance(error, (CorruptError, FormatError, NotFoundError)):
-                written(uris[0])  # a preload of these files is useless
+                written(uris[0])  # drops a preload of these files, which is useless
             raise
         finally:
             heed(uris, bool(os.environ.get("OVERWIRE_HOST")) if host is None else host)
@@ -168,7 +168,7 @@ class Model:
 
     @classmethod
     def held(cls, name: str, table: list[Any], number: ModelNumber, device: str) -> Model:
-        """Returns a model that is in the engine's memory, for loads to the device. name: how errors refer to it."""
+        """Returns a model that is in the engine's memory, for loads to a device. name: the model's name in errors."""
         model = object.__new__(cls)
         model.device = model.lands = device
         model.uris, model.table, model._sources = [name], table, '{"sources": []}'
@@ -176,7 +176,7 @@ class Model:
         return model
 
     def close(self) -> None:
-        """Closes the handle. If loads have used some tensors of a preload, the others are freed."""
+        """Closes the handle. If loads have used some tensors of a preload, its other tensors are freed."""
         if self._open:
             self._open = False
             release(self.handle)
@@ -235,7 +235,7 @@ class Model:
         at = self.places.get(name) if isinstance(name, str) else None
         if at is None:
             near = ""
-            if isinstance(name, str):  # compares few names, because programs may ask for many missing ones
+            if isinstance(name, str):  # compares few names, because programs may ask for many missing tensors
                 near = did_you_mean(name, [other for other in self.places if abs(len(other) - len(name)) <= 3][:_NEAR])
             raise TensorNotFoundError(
                 f"overwire: no tensor {name!r} in {', '.join(self.uris)}{near}", source=self.uris[0], tensor=str(name)
@@ -289,8 +289,8 @@ class Model:
         """Starts a load of requests to the device that `join` returns. Whole tensors without a destination may come
         from a preload.
 
-        requests: a sequence, or bytes from `pack_wholes`; None for all tensors, whole. cast: see `_cast_rows`.
-        end: from `jobs.time_limit`. after: the job of another load that has to end before this one reads; 0 for none.
+        requests: a sequence, or bytes from `pack_wholes`, or None for all whole tensors. cast: see `_cast_rows`.
+        end: the result of `jobs.time_limit`. after: the job of another load that must end before this load reads, or 0.
         """
         lands = self.join()
         rows = requests if isinstance(requests, bytes) else pack_requests(requests or ())
@@ -313,7 +313,7 @@ class Model:
                 raise
             from ..frameworks.torch import give_back
 
-            # torch may hold the missing memory in its cache.
+            # The missing memory may be in torch's cache.
             give_back(lands)
             number = _verbs.load(options, self.handle, requests is None, rows)
         return Job(number, "load", watcher, end)
@@ -321,12 +321,12 @@ class Model:
     def begin(
         self, chosen: list[int] | None, frame: Frame, wanted: Any = None, watcher: Watcher | None = None, after: int = 0
     ) -> Load:
-        """Starts a load of whole tensors. chosen: positions, None for all. wanted: the framework's
-        dtype to cast to, None for no cast. after: see `start`.
+        """Starts a load of whole tensors. chosen: positions, or None for all. wanted: the framework's dtype to cast to,
+        or None for no cast. after: see `start`.
 
         Large GPU tensors land in memory from torch's allocator. Small GPU tensors land in the engine's memory, because
-        torch allocates them more slowly than the engine loads them. So do tensors on the host and all tensors of a
-        load that has joined a preload.
+        torch allocates them more slowly than the engine loads them. Tensors on the host, and all tensors of a load that
+        has joined a preload, also land in the engine's memory.
         """
         rows, cast = self._cast_rows(self.table if chosen is None else [self.table[at] for at in chosen], wanted)
         numbers = range(len(rows)) if chosen is None else chosen
@@ -339,8 +339,8 @@ class Model:
     def begin_blocks(
         self, blocks: Sequence[tuple[int, tuple[int, int, int, int]]], rows: Sequence[Any], frame: Frame, after: int = 0
     ) -> Load:
-        """Starts a load of blocks, each a position and the ranges of dims 0 and 1. rows: table rows with the shapes and
-        sizes of the blocks. See `begin`."""
+        """Starts a load of blocks like `begin`. blocks: each a position and the ranges of dimensions 0 and 1. rows:
+        table rows with the shapes and sizes of the blocks."""
 
         def requests_of(pointers: list[int]) -> list[Request]:
             return [(at, pointer, *block) for (at, block), pointer in zip(blocks, pointers, strict=True)]
@@ -371,10 +371,10 @@ class Model:
         job = self.start(requests(pointers), watcher, cast, after=after)
         places: dict[int, Any] | None = None
         with suppress(OutOfMemoryError), after_error(job.abandon):
-            # A load that waits for another one has time to allocate all tensors in one batch, which leaves fewer gaps.
+            # A load that waits for another load has time to allocate all tensors in one batch, which leaves fewer gaps.
             first = len(large) if after else _FIRST_BATCH
             places = self._settle_targets(job, large, rows, frame, first) if large else {}
-        if places is None:  # try again, because the abandoned load has freed its memory
+        if places is None:  # tries again, because the abandoned load has freed its memory
             places = dict(zip(large, frame.empty_on(self.device, [rows[at] for at in large]), strict=True))
             for at, tensor in places.items():
                 pointers[at] = tensor.data_ptr()
@@ -384,7 +384,8 @@ class Model:
     def _settle_targets(
         self, job: Job, large: list[int], rows: Sequence[Any], frame: Frame, count: int
     ) -> dict[int, Any]:
-        # The tensors are allocated while the load reads, because torch's allocator takes about 50 us to grow for each.
+        # The tensors are allocated while the load reads, because torch's allocator takes about 50 us to grow for each
+        # tensor.
         from ..frameworks.torch import stream_of
 
         places: dict[int, Any] = {}
@@ -395,8 +396,9 @@ class Model:
         return places
 
     def _cast_rows(self, rows: Sequence[Any], wanted: Any) -> tuple[Sequence[Any], str]:
-        """Returns the rows with the dtypes in which tensors land, and the engine's name of the dtype to which it casts
-        them. The name is "" if the engine does not cast: on the host, to other dtypes, and from a preload."""
+        """Returns the rows with the dtypes in which tensors land, and the engine's name for the dtype to which it casts
+        tensors. The name is "" if the engine does not cast: on the host, to a dtype that it does not support, and from
+        a preload."""
         if wanted is None or self.join() == "cpu" or self.joined:
             return rows, ""
         from ..frameworks.torch import SAVED
@@ -409,7 +411,7 @@ class Model:
         ], name
 
     def load(self, chosen: list[int] | None, frame: Frame, wanted: Any, watcher: Watcher | None) -> dict[str, Any]:
-        """Loads the chosen tensors, whole. Returns a dict in the order of `chosen`; see `begin`."""
+        """Loads the chosen tensors whole, and returns them in a dict in the order of `chosen`. See `begin`."""
         if not (self.table if chosen is None else chosen):
             return {}
         load = self.begin(chosen, frame, wanted, watcher)
@@ -423,8 +425,8 @@ def _filter_of(filter: Callable[[str], bool], names: Iterable[str]) -> Callable[
 
 
 class Target:
-    """Describes the tensors that a load makes. dtype: the framework's dtype to cast to; None means no cast. max_memory:
-    the most bytes on the device; None: no limit."""
+    """Describes the tensors that a load makes. dtype: the framework's dtype to cast to, or None for no cast.
+    max_memory: the most bytes on the device, or None for no limit."""
 
     def __init__(self, frame: Frame, device: str, dtype: Any, max_memory: int | str | None) -> None:
         self.frame, self.device, self.dtype, self.max_memory = frame, device, dtype, max_memory
@@ -447,7 +449,7 @@ def prepare(device: str, exchange: bool = False) -> None:
 
 
 def pack_requests(requests: Iterable[Sequence[int]]) -> bytes:
-    """Packs requests for the engine: position, address, and the ranges of dims 0 and 1."""
+    """Packs requests for the engine. A request has a position, an address, and the ranges of dimensions 0 and 1."""
     return array("q", [number for request in requests for number in request]).tobytes()
 
 

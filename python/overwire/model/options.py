@@ -1,6 +1,6 @@
 """Defines the types of the options of loads, and checks the values of all options.
 
-Every load imports this module. `saveoptions` and `storageoptions` have the types that loads need only for annotations.
+Every load imports this module. Types that loads need only for annotations are in `saveoptions` and `storageoptions`.
 """
 
 from __future__ import annotations
@@ -106,41 +106,41 @@ class StreamOptions(PlanOptions, _Together, _Hosted, total=False):
 
 
 class LoadOptions(StreamOptions, total=False):
-    """The options of `load_file` in addition to source, device and framework. All are optional. Other functions take
-    some of them under the same names.
+    """The options of `load_file` in addition to source, device and framework. All are optional. Other functions have
+    some of these options, under the same names.
 
-    dtype: casts every floating-point tensor (F16, BF16, F32, F64 and the fp8 dtypes) to a torch or numpy dtype, or to
-        a dtype's name ("bfloat16", "bf16", "torch.bfloat16", "BF16"). Common dtypes on a GPU are cast while loading,
-        others afterwards. Integers, BOOL and packed dtypes are not cast.
-    keys, filter: load only the names in keys, and only names for which filter returns true (see `experts`). If a model
-        has an index.json, only shards with such tensors are opened, and filter gets the names in the index.
+    dtype: the dtype to which every floating-point tensor (F16, BF16, F32, F64 and the fp8 dtypes) is cast: a torch or
+        numpy dtype, or a name ("bfloat16", "bf16", "torch.bfloat16", "BF16"). On a GPU, common dtypes are cast while
+        loading, others afterwards. Integers, BOOL and packed dtypes are not cast.
+    keys, filter: the names to load, and a function that returns true for a name to load (see `experts`). If a model has
+        an index.json, only shards with such tensors are opened, and filter gets the names in the index.
     progress: True for a progress bar, or a callable that gets a `Progress`.
-    mmap: whether plain tensors of local files are mapped copy-on-write instead of read; None means True.
-        Compressed tensors are never mapped, and neither is a file from which less than 64 KiB are loaded. All loads of
-        an open file share one mapping. A mapped file must not be truncated while its tensors exist.
+    mmap: whether plain tensors of local files are mapped copy-on-write instead of read; None means True. Compressed
+        tensors are not mapped, and files from which less than 64 KiB are loaded are not mapped either. All loads of an
+        open file share one mapping. A mapped file must not be truncated while its tensors exist.
     read: how local files are read: "auto", "buffered" (through the page cache), "direct" (direct I/O) or "gds" (plain
         tensors go to a GPU by GPUDirect Storage); None means OVERWIRE_READ. If GPUDirect Storage is not available
-        (`doctor()["gpudirect_storage"]`) or does not support a file, overwire warns once and uses "auto".
-        Cannot be combined with group.
+        (`doctor()["gpudirect_storage"]`) or does not support a file, overwire warns once and uses "auto". Cannot be
+        combined with group.
     storage_options: how to reach URIs other than local files; see `StorageOptions`.
-    ray: whether the nodes of a Ray cluster read objects in stores once, and send each other what they read. True
-        raises an error if Ray is not installed or the process is not in a cluster. If Ray fails later, each node reads
-        the store itself. None means OVERWIRE_RAY.
-    lenient: accepts plain files with errors that other readers ignore: bytes after the last tensor, a name or key
-        that appears twice (the last one counts), metadata values that are not strings (returned as JSON text). False
-        enforces the rules of the format.
-    max_memory: the most bytes that tensors may take on the device (int, "20GB", "512MiB"). A load that would
-        take more raises an error with both numbers before it allocates anything. `plan` returns the bytes in advance,
-        and the additional memory for reading. max_memory needs the engine, so it does not work in a forked child.
+    ray: whether the nodes of a Ray cluster read objects in stores once, and send each other the bytes that they read.
+        True raises an error if Ray is not installed or the process is not in a cluster. If Ray fails later, each node
+        reads the store itself. None means OVERWIRE_RAY.
+    lenient: whether to accept plain files with errors that other readers ignore: bytes after the last tensor, a name or
+        key that appears twice (the last one counts), metadata values that are not strings (returned as JSON text).
+        False enforces the rules of the format.
+    max_memory: the most bytes that tensors may take on the device (int, "20GB", "512MiB"). A load that would take more
+        raises an error with both numbers before it allocates anything. `plan` returns these bytes in advance, and also
+        the memory for reading. max_memory needs the engine, so it does not work in a forked child.
     host: whether files come from the host store (`overwire host`), which keeps the stored bytes of models in memory for
-        all processes of this user. True uses the store of `OVERWIRE_HOST`, or else the user's own; None means that
-        `OVERWIRE_HOST` decides. A local file that the store does not have is read as usual, and put into the store
-        in the background when the load has ended and the file is closed. If the store cannot be reached, or its bytes
-        are wrong, overwire logs a warning and reads the files. Files other than safetensors, and plain files that
-        were changed in the last seconds, are not kept.
-    group: a torch.distributed process group. All its ranks must make this call, and share the reading. An error on
-        one rank is raised on all. None: this process reads everything itself.
-    shard: with group: the dimension along which each tensor is split, by name; see `ShardLike`. This rank gets its
+        all processes of this user. True uses the store of `OVERWIRE_HOST`, or the user's own store if the variable is
+        not set. None means that `OVERWIRE_HOST` decides. A local file that the store does not have is read as usual,
+        and put into the store in the background when the load has ended and the file is closed. If the store cannot be
+        reached, or its bytes are wrong, overwire logs a warning and reads the files. The store does not keep files
+        other than safetensors, or plain files that were changed in the last seconds.
+    group: a torch.distributed process group. All its ranks must make this call, and share the reading. An error on one
+        rank is raised on all ranks. By default this process reads everything itself.
+    shard: with group, the dimension along which each tensor is split, by name; see `ShardLike`. This rank gets its
         block of ceil(size / ranks).
     base: if source is a delta or a list of chained deltas, the model to which it is applied: a path or URI, tensors by
         name, or a module. Tensors are copied first. See `apply_delta`.
@@ -155,7 +155,7 @@ LoadOptions.__module__ = "overwire"  # users import it from there
 # Options with a default other than False or None.
 _DEFAULTS = {"compress": True, "level": "default"}
 
-# Maps options of other libraries to our option for the same purpose, and to the advice in the error.
+# Maps options of other libraries to overwire's option for the same purpose, and to the advice in the error.
 _INSTEAD = {
     "map_location": ("device", "write device='cpu' or device='cuda'"),
     "device_map": ("device", "write device='cuda', or offload(model) for a model larger than the GPU"),
@@ -170,7 +170,7 @@ class _Source(str):
 
 
 class _Signature(inspect.Signature):
-    """A signature for `help`. A long one has one parameter per line."""
+    """A signature for `help`. If it is long, each parameter is on a separate line."""
 
     __slots__ = ()
 
@@ -188,9 +188,9 @@ class _Signature(inspect.Signature):
 
 
 def spell_out(function: Callable[..., Any], kind: Any = None, owner: Any = None) -> None:
-    """Sets the signature that `inspect.signature`, `help` and notebooks show. It has the types as written in the
-    source, and one keyword for each option of `kind`, instead of **options. Also adds the options to the docstring,
-    explained as in `kind` or in `LoadOptions`. owner: the object with the docstring; None for the function itself.
+    """Sets the signature that `inspect.signature`, `help` and notebooks show. The signature has the types as written in
+    the source, and a keyword for each option of `kind` instead of **options. Also adds the options to the docstring,
+    with the explanations in `kind` or in `LoadOptions`. owner: the object with the docstring, by default the function.
     """
     here = inspect.signature(function)
     named = [one for one in here.parameters.values() if kind is None or one.kind is not inspect.Parameter.VAR_KEYWORD]
@@ -201,7 +201,7 @@ def spell_out(function: Callable[..., Any], kind: Any = None, owner: Any = None)
     plain = [one.replace(annotation=_as_source(one.annotation)) for one in named]
     signature = _Signature(plain, return_annotation=_as_source(here.return_annotation))
     function.__signature__ = signature  # type: ignore[attr-defined]
-    if kind and (owner or function).__doc__:  # None with python -OO
+    if kind and (owner or function).__doc__:  # there is no docstring with python -OO
         _explain_options(owner or function, kind)
 
 
@@ -210,7 +210,7 @@ def _as_source(annotation: Any) -> Any:
 
 
 def _fields_of(docstring: str) -> dict[str, str]:
-    """Returns the parts of a docstring that explain arguments, by the names before the colon."""
+    """Returns the parts of a docstring that explain arguments, by the text before the colon."""
     fields: dict[str, str] = {}
     names = ""
     for line in inspect.cleandoc(docstring).splitlines():
@@ -230,7 +230,8 @@ def _is_argument(name: str) -> bool:
 
 
 def _explain_options(owner: Any, kind: Any) -> None:
-    # The text replaces the field `options`, or is added at the end. It omits options that the docstring explains.
+    # The text replaces the field `options`, or is added at the end. It omits options that the docstring already
+    # explains.
     own = _fields_of(owner.__doc__)
     missing = kind.__annotations__.keys() - {name for names in own for name in names.split(", ")}
     fields = _fields_of(kind.__doc__)
@@ -253,7 +254,7 @@ def check_choice(value: object, what: str, literal: Any) -> None:
 
 
 def check_switches(**switches: object) -> None:
-    """Raises ArgumentError for a value that is not a bool. Without this check "no" would count as true."""
+    """Raises ArgumentError for a value that is not a bool, such as "no", which would count as true."""
     for what, value in switches.items():
         if not isinstance(value, int) or value not in (0, 1):
             raise ArgumentError(f"overwire: {what} {value!r}: expected True or False")
@@ -264,8 +265,8 @@ _CHOICES = {"level": Level, "read": ReadWay}
 
 
 def check_values(**values: object) -> None:
-    """Raises ArgumentError for a value that no function accepts for an argument of that name. Functions call it
-    before they open or start anything. Names with different meanings in different functions are not checked."""
+    """Raises ArgumentError for a value that no function accepts for an argument of that name. Functions call this
+    before they open or start anything. Names that have different meanings in different functions are not checked."""
     for what, value in values.items():
         if what in _SWITCHES or what in ("lenient", "mmap", "host") and value is not None:
             check_switches(**{what: value})
@@ -314,7 +315,7 @@ def setting(name: str) -> str | int | bool:
 
 
 def parse_size(size: object, what: str = "max_shard_size") -> int:
-    """Converts "5GB" (units of 10^9), "512MiB" (units of 2^20) or a number to a number of bytes; None to 0."""
+    """Converts "5GB" (5 * 10^9), "512MiB" (512 * 2^20) or a number to a number of bytes, and None to 0."""
     if size is None:
         return 0
     if isinstance(size, int) and not isinstance(size, bool) and size > 0:

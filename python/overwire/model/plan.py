@@ -1,4 +1,4 @@
-"""Provides `plan`, which returns how much memory a load takes, without loading anything."""
+"""Provides `plan`, which computes the memory that a load takes, without loading anything."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class PlannedTier:
 
     where: "resident" for weights that are not compressed, or the argument `where` of `offload`.
     device, host: bytes of device and host memory that the weights need.
-    cost: what a pass then costs, in words.
+    cost: the cost of a pass through the model, in words.
     """
 
     __module__ = "overwire"
@@ -77,8 +77,8 @@ class PlannedOffload:
 
     rest: weights outside the blocks. They stay on the device.
     kept: blocks that stay on the device.
-    streamed: blocks that are streamed. stored: the most memory that they take, on the host or with where="device" on
-        the device.
+    streamed: blocks that are streamed. stored: the most memory that they take, on the host, or on the device with
+        where="device".
     ring: device memory for streaming from the host, with two slots.
     blocks: names of the streamed blocks, in the order of the file.
     """
@@ -173,10 +173,10 @@ def plan(
     keep: int | str | None = None,
     **options: Unpack[PlanOptions],
 ) -> LoadPlan:
-    """Returns what `load_file` with the same arguments would load. Reads only headers.
+    """Describes the load that `load_file` with the same arguments would run. Reads only headers.
 
-    keep: device memory for blocks, as for `offload` ("8GB", int; 0 for none). The plan then includes
-        what `offload` would keep and stream, if the tensor names show the model's blocks.
+    keep: device memory for blocks, as for `offload` ("8GB", int; 0 for none). The plan then includes the blocks that
+        `offload` would keep and stream, if the tensor names show the model's blocks.
 
     Returns a `LoadPlan`. Allocates nothing, reads no tensor bytes, and does not use a GPU. Raises
     the errors of opening a model, as `load_file` does.

@@ -17,13 +17,13 @@ from .storage import storage
 def read_bytes(source: str | os.PathLike[str], limit: int | None = None, *, storage_options: Any = None) -> bytes:
     """Returns all bytes of a file.
 
-    It is meant for the small files of a model: manifests, indexes, raw tensors.
+    The function is meant for the small files of a model: manifests, indexes, raw tensors.
 
     source: a path or a URI.
-    limit: the most bytes to read; a larger file is refused.
+    limit: the most bytes to read. A larger file is refused.
     storage_options: as for `load_file`.
-    Raises NotFoundError, AccessError, IOFailure, FormatError if the file is larger than the limit, ArgumentError if it
-    is not a regular file, OutOfMemoryError if it does not fit into memory, and NotSupportedError for other schemes.
+    Raises NotFoundError, AccessError, IOFailure, FormatError if the file is larger than the limit, ArgumentError if the
+    file is not regular, OutOfMemoryError if it does not fit into memory, and NotSupportedError for other schemes.
     """
     uri = local(source)
     if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 0):

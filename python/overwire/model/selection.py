@@ -11,8 +11,8 @@ from .options import Placement, check_choice
 # Matches `model.layers.3.mlp.experts.17.up_proj.weight`, but not `shared_experts.0`.
 _EXPERT = re.compile(r"(?:^|\.)experts\.(\d+)\.(?:.*\.)?([^.]+)$")
 
-# The last part of the names of an expert's large tensors. Its other tensors (scales, zero points, g_idx, shapes) are
-# small. Every rank loads these for all experts, because code that computes a common scale needs them.
+# The last part of the names of an expert's large tensors. An expert's other tensors (scales, zero points, g_idx,
+# shapes) are small, and every rank loads them for all experts, because code that computes a common scale needs them.
 _WEIGHTS = frozenset({"weight", "weight_packed", "qweight", "bias"})
 
 
@@ -64,12 +64,12 @@ def experts(rank: int, world: int, count: int | None = None, placement: Placemen
 
     The filter rejects only names that contain another rank's expert (`.experts.17.`) and end in `weight`,
     `weight_packed`, `qweight` or `bias`. Every rank loads scales, zero points and shared experts. Every rank also loads
-    tensors that hold all experts (`.experts.gate_up_proj`); use `get_slice` to read a part of those.
+    tensors that contain all experts (`.experts.gate_up_proj`); use `get_slice` to read a part of such a tensor.
 
     rank, world: the rank and the size of the expert-parallel group, 0 <= rank < world.
     count: the number of experts in a layer; None finds it in the names.
-    placement: "linear" gives each rank consecutive experts; if the count does not divide evenly, the first ranks
-        get one more each. "round_robin" gives expert i to rank i % world.
+    placement: "linear" gives each rank consecutive experts. If the count does not divide evenly, each of the first
+        ranks gets one more. "round_robin" gives expert i to rank i % world.
 
     If the model has an index.json, only shards with selected tensors are opened. Raises ArgumentError.
     """

@@ -14,7 +14,7 @@ from ..paths import is_remote, local
 
 
 def named(verb: str, source: Any, filename: Any, name: str = "source") -> Any:
-    """Returns the source of a call that may pass it as `filename=`, as in safetensors."""
+    """Returns the source of a call, which may also be passed as `filename=`, as in safetensors."""
     if filename is None:
         return source
     if source is not None:
@@ -54,8 +54,8 @@ def resolve(source: Any) -> tuple[list[str], Any]:
 
 
 class Opened:
-    """A source that can be opened. uris: for the engine. names: for messages, one for each URI. keep: must stay alive
-    until the URIs are open. kinds: the formats of other libraries' files, by name."""
+    """A source that can be opened. uris: the URIs for the engine. names: a name for messages, for each URI. keep: an
+    object that must stay alive until the URIs are open. kinds: the formats of other libraries' files, by name."""
 
     def __init__(self, uris: list[str], names: list[str], keep: Any, kinds: dict[str, str]) -> None:
         self.uris, self.names, self.keep, self.kinds = uris, names, keep, kinds
@@ -79,9 +79,9 @@ def resolve_plain(source: Any, is_header: bool = False) -> Opened:
 
 
 def _open_file(file: Any) -> tuple[list[str], Any]:
-    # Reads the file from its current position to its end. If it is at its end, for example after it was written, it is
-    # read from the beginning. A file on disk is opened again through its descriptor, which works for unlinked files.
-    # Other readable objects are copied to anonymous memory first.
+    # The file is read from its current position to its end. If the position is at the end, for example after writing,
+    # it is read from the beginning. A file on disk is opened again through its descriptor, which also works for
+    # unlinked files. Other readable objects are first copied to anonymous memory.
     if isinstance(file, io.TextIOBase):
         raise ArgumentError("overwire: source: the file is not open in binary mode")
     with contextlib.suppress(AttributeError, OSError):

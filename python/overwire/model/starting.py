@@ -9,8 +9,8 @@ from ..frameworks.choose import check_framework
 
 
 def start_engine(framework: Any = None) -> None:
-    """Starts the Go runtime, which then initialises while the caller imports modules. Before that, raises the error of
-    an invalid framework, so that a program that catches it can still fork. Call `check_source` before this, for the
-    same reason."""
+    """Starts the Go runtime, which then initialises while the caller imports modules. An invalid framework raises its
+    error before the runtime starts, so that a program that catches the error can still fork. For the same reason, call
+    `check_source` before this function."""
     check_framework(framework)
     open_library()

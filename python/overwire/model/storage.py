@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def storage(options: Mapping[str, object] | None, uris: Iterable[str], *, writes: bool = False) -> FormatAccess:
-    """Returns the fields of an engine request that tell how to reach its URIs, or {} for local paths.
+    """Returns the fields of an engine request that say how to reach its URIs, or {} for local paths.
 
     options: see `StorageOptions`. Encryption options are refused unless `writes` is true. Values are converted to text,
     and each header becomes one entry. The engine checks the option names for each scheme. Raises ArgumentError for a

@@ -15,13 +15,13 @@ class StorageOptions(TypedDict, total=False):
     that the scheme of the URI does not have raises ArgumentError.
 
     http, https, hf: headers (a mapping), token (bearer), cacert, capath, insecure; timeout (seconds without
-    progress, default 30), connections (the most connections, default 64; more are opened as long as each one makes the
-    load faster), retries (default 8; a server that has never answered gets 3 attempts in all). Headers, token, and a
-    URL's user and password are sent only to the scheme, host and port that they were given for, even after a redirect.
-    A server without ETags and dates is read by a single request, in order. All files of an hf:// URI come
-    from one commit. `cache` is a folder that keeps whole files, or "on" for one in the user's cache folder. Each file
-    is fetched once and compared with its hash on every use. If the store cannot be reached, the cached file is used.
-    "" disables the cache. By default OVERWIRE_CACHE decides.
+    progress, default 30), connections (the most connections, default 64; more are opened as long as each further
+    connection makes the load faster), retries (default 8; a server that has never answered gets 3 attempts in all).
+    Headers, token, and a URL's user and password are sent only to the scheme, host and port that they were given for,
+    even after a redirect. A server without ETags and dates is read by a single request, in order. All files of an hf://
+    URI come from one commit. `cache` is a folder that keeps whole files, or "on" for a folder in the user's cache
+    folder, or "" for no cache; by default OVERWIRE_CACHE decides. Each file is fetched once, and compared with its hash
+    on every use. If the store cannot be reached, the cached file is used.
 
     s3 (s3://bucket/key, s3://bucket/folder/): key, secret, token; profile; anon (unsigned); region,
     endpoint_url, path_style, sse_customer_key (32 bytes or their base64), cacert, timeout, connections, retries. The
@@ -31,9 +31,9 @@ class StorageOptions(TypedDict, total=False):
     os.environ, shared files, web identity, SSO, credential processes, containers, instance metadata. If there are no
     credentials, requests are unsigned. A store without ETags and dates is read by a single request.
 
-    redis, rediss (redis://user:password@host:port/key; only host and key are required): username, password
-    (default: from the URI, or else REDISCLI_AUTH), db, cacert, timeout, connections, retries. Reads a
-    single value, or tensorizer's keys `key:...:offset`.
+    redis, rediss (redis://user:password@host:port/key; only host and key are required): username, password (by default
+    those in the URI, or REDISCLI_AUTH), db, cacert, timeout, connections, retries. A URI names a single value, or
+    tensorizer's keys `key:...:offset`.
 
     .tensors files, in any location: decryption_key (32 bytes or 64 hex digits) or decryption_password to read,
     encryption_key or encryption_password to write. other_dtypes_as_bytes loads tensors with a dtype that

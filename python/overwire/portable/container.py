@@ -1,4 +1,4 @@
-"""Parses the header and index of a file, and checks what docs/format.md requires in sections 1, 2 and 4."""
+"""Parses the header and index of a file, and checks the rules in sections 1, 2 and 4 of docs/format.md."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import CorruptError, FormatError, NotSupportedError
 
-if TYPE_CHECKING:  # the index of a compressed file needs numpy, a plain file's header does not
+if TYPE_CHECKING:  # only the index of a compressed file needs numpy
     import numpy as np
     from numpy.typing import NDArray
 
     Bytes = NDArray[np.uint8]
 
-# Section 5: name and bits of each code.
+# The name and bits of each dtype code (section 5).
 DTYPES = {
     1: ("BOOL", 8), 2: ("F4", 4), 3: ("F6_E2M3", 6), 4: ("F6_E3M2", 6), 5: ("U8", 8), 6: ("I8", 8), 7: ("F8_E5M2", 8),
     8: ("F8_E4M3", 8), 9: ("F8_E8M0", 8), 10: ("F8_E4M3FNUZ", 8), 11: ("F8_E5M2FNUZ", 8), 12: ("I16", 16),
@@ -36,7 +36,7 @@ _TRANSFORMS = {  # transforms of X16, keyed by dtype
     "BF16": {1}, "F16": {2}, "F32": {3}, "C64": {3}, "F8_E4M3": {4}, "F8_E4M3FNUZ": {4}, "F8_E5M2": {5},
     "F8_E5M2FNUZ": {5}, "F4": {7}, "F8_E8M0": {8}, "BOOL": {8},
 } | {name: {6, 7, 8} for name in ("I8", "U8", "I16", "U16", "I32", "U32", "I64", "U64")}  # fmt: skip
-_PLANES_OF = {  # transforms of planes, keyed by dtype; transform 1 is allowed for all
+_PLANES_OF = {  # transforms of planes, keyed by dtype; transform 1 is allowed for every dtype
     "I16": 2, "U16": 2, "I32": 3, "U32": 3, "I64": 4, "U64": 4, "F16": 5, "BF16": 5, "F32": 6, "C64": 6, "F64": 7,
 }  # fmt: skip
 _MOST_TILES = 256
@@ -47,7 +47,7 @@ _WIDE = ("I16", "U16", "I32", "U32", "I64", "U64")
 
 
 class StoredChunk(NamedTuple):
-    """A chunk in the index. offset: its offset in the file."""
+    """A chunk in the index. offset: the position of its bytes in the file."""
 
     offset: int
     stored: int
@@ -60,7 +60,7 @@ class StoredChunk(NamedTuple):
 
 class Tensor(NamedTuple):
     """A tensor. In a plain file its bytes are at `offset`. In a compressed file they are in `chunks`, which form a grid
-    with `parts` column parts. alias: the name of the tensor that stores its bytes, or None."""
+    with `parts` column parts. alias: the name of the tensor that stores the bytes of this one, or None."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -82,8 +82,8 @@ class Container(NamedTuple):
 def parse(data: Bytes | memoryview, path: str) -> Container:
     """Parses and checks a file, except for the tensors' bytes. data: the file's bytes.
 
-    Raises FormatError if it is not a safetensors file, CorruptError for a container that
-    breaks a rule, NotSupportedError for one that a newer version wrote.
+    Raises FormatError for bytes that are not a safetensors file, CorruptError for a container that breaks a rule, and
+    NotSupportedError for a container that a newer version wrote.
     """
     checks = _Checks(path)
     checks.is_file(len(data) >= 8, "too short")
@@ -102,7 +102,7 @@ def parse(data: Bytes | memoryview, path: str) -> Container:
     checks.is_file(metadata is None or texts, "its metadata is not an object of strings")
     note = None if metadata is None else metadata.get(_NOTE)
     entries, notice = _entries_of_header(header, base, len(data), checks, note is not None)
-    if _INDEX not in entries and (note is None or _note_of(note) is None):  # another program may have the same entry
+    if _INDEX not in entries and (note is None or _note_of(note) is None):  # the entry may be another program's
         checks.is_file(notice is None, f"tensor {notice!r}: a gap or an overlap before it")
         return Container(entries, metadata, False)
     if metadata is None or note is None or _INDEX not in entries:
@@ -139,7 +139,7 @@ def _parse_finite(number: str) -> float:
 
 
 def _parse_integer(number: str) -> float:
-    return -0.0 if number == "-0" else int(number)  # -0 is not an unsigned integer
+    return -0.0 if number == "-0" else int(number)  # as -0.0, which is refused as an unsigned integer
 
 
 # Stricter rules than json's own.
@@ -159,8 +159,8 @@ class _Checks(NamedTuple):
             raise FormatError(f"overwire: {self.path}: {what}", source=self.path)
 
     def is_sound(self, ok: bool, what: str, name: str = "") -> None:
-        """Raises CorruptError unless ok. what: what is wrong; "" means the tensor's index entry. name: the tensor's
-        name."""
+        """Raises CorruptError unless ok. what: the part that is wrong; "" means the tensor's index entry. name: the
+        tensor's name."""
         if not ok:
             where, what = f"tensor {name!r}: " if name else "", what or "its entry in the index"
             raise CorruptError(f"overwire: {self.path}: corrupt data: {where}check failed: {what}", source=self.path)
@@ -169,9 +169,10 @@ class _Checks(NamedTuple):
 def _entries_of_header(
     header: dict[str, Any], base: int, size: int, checks: _Checks, marked: bool
 ) -> tuple[dict[str, Tensor], str | None]:
-    # Returns the tensors of a safetensors header, in the order of their bytes, and the name of a marked file's notice.
+    # Returns the tensors of a safetensors header, in the order of their bytes, and the name of the notice of a marked
+    # file.
     rows, notice = [], None
-    # A plain file may have a tensor of one byte where a marked file has its notice, followed by an empty tensor.
+    # A plain file may have a tensor of one byte at the position of a marked file's notice, followed by an empty tensor.
     marked = marked and not any(isinstance(one, dict) and one.get("data_offsets") == [0, 1] for one in header.values())
     for name, entry in header.items():
         where = f"tensor {name!r}"
@@ -201,7 +202,7 @@ def _entries_of_header(
 
 
 def _note_of(text: str) -> tuple[Any, Any] | None:
-    # Returns the format and index from the note; None if the note is not overwire's.
+    # Returns the format and index from the note, or None if the note is not overwire's.
     try:
         note = json.loads(text)
         facts = note.get("format") or "", note.get("index") or ""
@@ -266,7 +267,7 @@ def _read_index(
         first, count = (int(n) for n in row[24:32].view("<u4"))
         chunk_bytes, target = int(row[4:8].view("<u4")[0]), int(row[48:52].view("<u4")[0])
         entry = entries[name]
-        begins = first == chunk or not count and first < chunk  # the engine also ignores `first` without chunks
+        begins = first == chunk or not count and first < chunk  # as in the engine
         is_sized = nbytes * 8 == prod(shape) * bits and (is_newer or not row[52:].any())
         checks.is_sound(is_sized and begins, "", name)
         checks.is_sound((target != 0xFFFFFFFF) == (layout == 2) and chunk + count <= chunks, "", name)

@@ -1,7 +1,7 @@
 """overwire for machines without the engine: macOS, Windows, musl, PyPy and others. In the platform-independent
 wheel this file is overwire/__init__.py.
 
-It reads plain and compressed files of every version of the format, and only needs numpy. It has `load_file`,
+The module reads plain and compressed files of every version of the format, and needs only numpy. It has `load_file`,
 `safe_open`, `inspect`, and `decompress`, which writes plain safetensors files. Other names of overwire need the
 engine and raise ImportError.
 """

@@ -1,4 +1,4 @@
-"""Lists the contents of files, and converts compressed files to plain ones, without the engine."""
+"""Lists the contents of files, and converts compressed files to plain files, without the engine."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ def inspect(source: str | os.PathLike[str]) -> dict[str, Any]:
 class Report(NamedTuple):
     """The result of a decompression, with the field names of the engine's report.
 
-    bytes_in, bytes_out: bytes of the tensors, and of the files with the tensors. ratio: out / in, 1.0 without tensors.
+    bytes_in, bytes_out: bytes of the tensors, and of the files with the tensors. ratio: bytes_out / bytes_in, or 1.0
+    without tensors.
     seconds: wall time. files: absolute paths of all files. copied: the files that are not weights.
     """
 
@@ -51,15 +52,15 @@ def decompress(
     *,
     overwrite: bool = False,
 ) -> Report:
-    """Converts a compressed file to a plain one that any safetensors reader supports. In a folder it converts all
+    """Converts a compressed file to a plain file that any safetensors reader supports. For a folder, it converts all
     weights, including those in subfolders, and copies all other files. Several files are written to a folder, each
-    under its own name. Compares all checksums. The result appears atomically, and is synced to the disk.
+    under its own name. All checksums are compared. The result appears atomically, and is synced to the disk.
 
     source: a path or file:// URI of a file or a folder, or a list of files. path: the file or folder to write.
 
-    Returns a `Report`. Raises ArgumentError if `path` is a file and `overwrite` is not set, if it is a folder with
-    files in it, if it is the source, and for a link to a folder. Also raises the errors of reading, for instance for
-    a folder with an incomplete model.
+    Returns a `Report`. Raises ArgumentError if `path` is a file and `overwrite` is not set, if `path` is a folder with
+    files in it, if `path` is the source, and for a link to a folder. Also raises the errors of reading, for instance
+    for a folder with an incomplete model.
     """
     start = time.perf_counter()
     sources = [source] if isinstance(source, (str, os.PathLike)) else list(source)
@@ -67,13 +68,13 @@ def decompress(
     into = len(places) > 1 or os.fspath(path).endswith(("/", os.sep)) and not os.path.isdir(places[0])
     if into and (there.suffix == EXTENSION or len({Path(one).name for one in places}) < len(places)):
         raise ArgumentError(f"overwire: decompress: {there} must be a folder, and the files need different names")
-    if order := sys.modules.get("overwire._order"):  # a background save of the engine may still write there
+    if order := sys.modules.get("overwire._order"):  # a background save of the engine may still write to this path
         order.await_path(str(there))
     weights = set().union(*(_weights_of(one) for one in places))
     _refuse_target(there, [Path(one) for one in places], overwrite)
     work = Path(tempfile.mkdtemp(prefix=".overwire.", dir=there.absolute().parent))
     try:
-        place = work / "made"  # unlike `work`, it gets the default mode
+        place = work / "made"  # unlike `work`, this folder gets the default mode
         if into:
             place.mkdir()
             for one in places:
@@ -167,7 +168,7 @@ def _sync_file(out: BinaryIO) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Syncs the names in a folder to the disk. Some file systems do not support that, and Windows cannot open folders.
+    """Syncs the names in a folder to the disk. Some file systems do not support this, and Windows cannot open folders.
     """
     if os.name != "posix":
         return

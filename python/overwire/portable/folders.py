@@ -14,7 +14,7 @@ from .container import STRICTLY
 EXTENSION = ".safetensors"
 _LONGEST_INDEX = 100_000_000
 
-#: Stems of files for which libraries write variants (fp16). In other stems a dot has no meaning.
+#: Stems of files for which libraries write variants (fp16). In any other stem, a dot has no meaning.
 _WITH_VARIANTS = ("model", "diffusion_pytorch_model")
 _INDEX_NAME = re.compile(r"(.+)\.safetensors(?:\.([^.]+))?\.index(?:\.([^.]+))?\.json")
 _SHARD_NAME = re.compile(r"(.*)-([0-9]{1,9})-of-([0-9]{1,9})(?:\.([^.]+))?")
@@ -25,7 +25,8 @@ _SAVE = "overwire.checkpoint"
 
 
 class _Name(NamedTuple):
-    """The parsed name of a file of weights, or of an index. of: the number of shards; 0: not a shard."""
+    """The parsed name of a file of weights, or of an index. of: the number of shards, or 0 if the file is not a
+    shard."""
 
     stem: str
     variant: str
@@ -45,7 +46,7 @@ class _Family(NamedTuple):
 
 class Model(NamedTuple):
     """The files of a model. index_path, text: the path and bytes of the index.json that lists them. tensors: the listed
-    tensors of each file; None: all tensors."""
+    tensors of each file, or None for all tensors."""
 
     files: list[str]
     index_path: str | None
@@ -54,7 +55,7 @@ class Model(NamedTuple):
 
 
 def parse_name(name: str) -> _Name | None:
-    """Parses a name. Returns None for names of other files, and hidden ones."""
+    """Parses the name of weights or of an index. Returns None for any other name, and for hidden files."""
     if name.startswith("."):
         return None
     if index := _INDEX_NAME.fullmatch(name):
@@ -82,8 +83,8 @@ def _name_of_stem(base: str) -> _Name:
 def model_of(place: str) -> Model:
     """Returns the model at a path: a file, an index.json, or a folder.
 
-    Raises NotFoundError for a folder without a model and for a listed file that is missing, FormatError for
-    incomplete shards and for a malformed index, ArgumentError for several models."""
+    Raises NotFoundError for a folder without a model and for a listed file that is missing, FormatError for incomplete
+    shards and for a malformed index, and ArgumentError for several models."""
     if os.path.isdir(place):
         name = choose_files(place, sorted(os.listdir(place)))
         if isinstance(name, list):
@@ -154,7 +155,7 @@ def _families_of(names: list[str]) -> tuple[list[_Family], list[str]]:
 
 def _without_others(families: list[_Family]) -> list[_Family]:
     # Leaves out variants if there is a default, shards without an index if there is a single file, and consolidated
-    # weights if there is a model.
+    # weights if there is another model.
     def is_other(one: _Family) -> bool:
         name = one.name
         alike = [other.name for other in families if other.name.stem == name.stem]
@@ -168,7 +169,7 @@ def _without_others(families: list[_Family]) -> list[_Family]:
 
 
 def _lacking_shards(family: _Family) -> str:
-    # Describes the missing shards of a set without an index; "" if it is complete. Some sets count from 0.
+    # Describes the missing shards of a set without an index. Returns "" if the set is complete. Some sets count from 0.
     first, count = int(0 not in family.numbers), family.name.of
     if count > len(family.numbers):
         have = set(family.numbers)
@@ -221,7 +222,8 @@ def was_replaced(model: Model) -> bool:
 
 
 def select_names(model: Model, path: str, names: Any) -> list[str]:
-    """Returns the names of a file that belong to the model, in order. Raises FormatError if one is missing."""
+    """Returns the names of a file that belong to the model, in order. Raises FormatError if the file lacks a listed
+    name."""
     if model.tensors is None:
         return list(names)
     own = model.tensors[path]

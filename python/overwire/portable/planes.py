@@ -1,4 +1,4 @@
-"""Decodes chunks of codec 6 with numpy: docs/format.md, section 3.6."""
+"""Decodes chunks of codec 6 with numpy (docs/format.md, section 3.6)."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class _Reader:
 
 
 def decode(stored: Bytes, logical: int, transform: int) -> Bytes:
-    """Returns the logical bytes of a chunk. Raises CorruptError, and MissingPackageError if it has
-    Zstandard frames and Python has no decoder for them."""
+    """Returns the logical bytes of a chunk. Raises CorruptError, and MissingPackageError if the chunk has Zstandard
+    frames and Python has no decoder for them."""
     size, rotation = _ELEMENTS[transform]
     reader = _Reader(np.ascontiguousarray(stored))
     _check_planes(logical % size == 0 and reader.number("<u4") == logical, "its logical bytes")
@@ -150,7 +150,7 @@ def _unpack_frame(frame: bytes, count: int) -> Bytes:
         decompressor = zstandard.ZstdDecompressor().decompressobj()
     try:
         content = decompressor.decompress(frame)
-    except Exception as error:  # each package has its own class
+    except Exception as error:  # each package has its own class of errors
         raise CorruptError(f"overwire: corrupt data: planes: {error}") from None
     _check_planes(len(content) == count and decompressor.eof and not decompressor.unused_data, "a frame")
     return np.frombuffer(content, np.uint8)

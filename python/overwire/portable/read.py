@@ -19,8 +19,8 @@ from .sums import crc32c
 
 Bytes = NDArray[np.uint8]
 
-# Chunks of about this many bytes are decoded together: enough lanes for numpy, in memory that the
-# allocator keeps between calls.
+# About this many bytes of chunks are decoded together, which gives numpy enough lanes, in memory that the allocator
+# keeps between calls.
 _TOGETHER = 24 << 20
 
 _NUMPY = {
@@ -35,7 +35,7 @@ _TORCH = {name: np.dtype(kind).name for name, kind in _NUMPY.items()} | _ML_DTYP
 
 
 class safe_open:
-    """Opens a plain or compressed file to read tensors by name. It is a context manager.
+    """Opens a plain or compressed file to read tensors by name. The object is a context manager.
 
     framework: "np" for numpy arrays, which need ml_dtypes for bf16 and fp8; "pt" for torch tensors on the CPU;
         "bytes" for memoryviews.
@@ -99,15 +99,15 @@ class safe_open:
         return self._file.tensors
 
     def holders(self) -> dict[str, list[str]]:
-        """Returns for each tensor with stored bytes all names that share them."""
+        """Maps each tensor with stored bytes to all names that share these bytes."""
         names: dict[str, list[str]] = {}
         for name, tensor in self._file.tensors.items():
             names.setdefault(tensor.alias or name, []).append(name)
         return names
 
     def tensors(self, holders: Iterable[str] | None = None) -> Iterator[tuple[str, Any]]:
-        """Yields names and tensors, like `get_tensor`, for all tensors or only for those of some holders. Decodes
-        several together."""
+        """Yields names and tensors, for all tensors or only for some `holders`. Checks them like `get_tensor`, but
+        decodes several together."""
         names = self.holders()
         for holder, data in self._read_tensors(list(names if holders is None else holders)):
             for number, name in enumerate(names[holder]):
@@ -199,12 +199,12 @@ class safe_open:
 def load_file(source: str | os.PathLike[str], device: str = "cpu", *, framework: str | None = None) -> dict[str, Any]:
     """Loads all tensors of a file, or of the model in a folder.
 
-    source: a file, an index.json, or a folder. The model in a folder is chosen by the engine's rules: its index.json
-        lists the files, and shards without one must be complete.
-    framework: as for `safe_open`; None: "pt" if torch is imported, else "np".
+    source: a file, an index.json, or a folder. The model in a folder is chosen by the engine's rules: an index.json
+        lists the files, and shards without an index.json must be complete.
+    framework: as for `safe_open`. By default "pt" if torch is imported, otherwise "np".
 
-    Raises the errors of `safe_open`; NotFoundError, FormatError and ArgumentError for a folder without a model, with an
-    incomplete one, or with several; and CorruptError if the model is replaced while it is read.
+    Raises the errors of `safe_open`. For a folder, raises NotFoundError without a model, FormatError for an incomplete
+    model, and ArgumentError for several models. Raises CorruptError if the model is replaced while it is read.
     """
     framework = framework or ("pt" if "torch" in sys.modules else "np")
     result: dict[str, Any] = {}
@@ -223,8 +223,8 @@ def load_file(source: str | os.PathLike[str], device: str = "cpu", *, framework:
 def open_model(
     source: str | os.PathLike[str], framework: str, device: str = "cpu"
 ) -> list[tuple[safe_open, list[str]]]:
-    """Opens the files of a model, each with the names of its tensors that belong to the model. If a saver replaces
-    the model meanwhile, tries again, and raises CorruptError if that fails as well."""
+    """Opens the files of a model, each with the names of its tensors that belong to the model. If a saver replaces the
+    model at the same time, tries again, and raises CorruptError if this also fails."""
     place = local_path(source)
     for is_last in (False, True):
         model = model_of(place)
@@ -264,7 +264,7 @@ def _as_torch(tensor: Tensor, data: Bytes) -> Any:
     kind = getattr(torch, _TORCH.get(tensor.dtype, ""), None)
     if kind is None:
         raise ArgumentError(f"overwire: torch lacks {tensor.dtype}: use framework='bytes'")
-    if not tensor.nbytes:  # an empty numpy array has strides of 0, and torch cannot view it
+    if not tensor.nbytes:  # torch cannot view an empty numpy array, which has strides of 0
         return torch.empty(tensor.shape, dtype=kind)
     return torch.from_numpy(data).view(kind).reshape(tensor.shape)
 

@@ -1,4 +1,4 @@
-"""Computes CRC32C (Castagnoli) with numpy: RFC 3720, appendix B.4.
+"""Computes CRC32C (Castagnoli; RFC 3720, appendix B.4) with numpy.
 
 The register is linear over GF(2): bytes have the same effect at any position, shifted by the bytes that follow. So each
 row of words is shifted past the next row and added to it, for all words in parallel, until one row is left.
@@ -24,7 +24,7 @@ def _shift_bit(register: Words) -> Words:
 
 @cache
 def _make_table(bits: int) -> Words:
-    # Returns the register after `bits` zero bits, for each value of its low `bits` bits; its other bits are 0.
+    # Returns the register after `bits` zero bits, for each value of its low `bits` bits, with its other bits 0.
     table = np.arange(1 << bits, dtype=np.uint32)
     for _ in range(bits):
         table = _shift_bit(table)

@@ -1,7 +1,7 @@
-"""Decodes X16 chunks with numpy: docs/format.md, section 3.
+"""Decodes X16 chunks with numpy (docs/format.md, section 3).
 
-The lanes of all segments of several chunks are decoded in parallel: each step is a few numpy
-operations on arrays of lanes. All fields of a chunk are checked as the format requires.
+The lanes of all segments of several chunks are decoded in parallel. Each step is a few numpy operations on arrays of
+lanes. All fields of a chunk are checked as the format requires.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from ..errors import CorruptError
 
 Bytes = NDArray[np.uint8]
 
-# By transform: bits of an element, whether there is a palette, bits of a symbol value, and
-# the bits of each plane, in order.
+# Maps a transform to the bits of an element, whether there is a palette, the bits of a symbol value, and the bits of
+# each plane, in order.
 _TRANSFORMS: dict[int, tuple[int, bool, int, tuple[int, ...]]] = {
     1: (16, True, 8, (8,)),
     2: (16, True, 5, (8, 1, 1, 1)),
@@ -43,8 +43,8 @@ class Chunk(NamedTuple):
 
 
 class _Head(NamedTuple):
-    # The header of a chunk: the escape symbol (-1: none), tables by slot, and the directory,
-    # which is empty if all symbols are `constant`.
+    # The header of a chunk: the escape symbol (-1 for none), tables by slot, and the directory, which is empty if all
+    # symbols are `constant`.
     constant: int
     escape: int
     symbol: Bytes
@@ -87,7 +87,8 @@ def _read_head(chunk: Chunk) -> _Head:
 
 
 def _finish_chunk(chunk: Chunk, head: _Head, symbol_data: tuple[Bytes, list[int]] | None) -> Bytes:
-    # symbol_data: its symbols, and where each segment's escapes begin; None if all symbols are `constant`.
+    # symbol_data: the chunk's symbols, and where the escapes of each segment begin, or None if all symbols are
+    # `constant`.
     content, tiles = chunk.stored, _tiles_of(chunk)
     symbols, escape_starts = symbol_data or (np.full(tiles * _TILE, head.constant, np.uint8), [])
     values = _translate_bytes(symbols, head.palette)

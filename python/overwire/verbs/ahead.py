@@ -1,4 +1,4 @@
-"""Reads ahead for a program that takes one tensor of an open file after another."""
+"""Reads ahead for a program that requests the tensors of an open file one by one."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from ..model.opened import WHOLE, Model
 #: Ranges (lo, hi) of the first two dimensions, and the shape of the block.
 Block = tuple[tuple[int, int], tuple[int, int], tuple[int, ...]]
 
-# Tensors are read ahead in windows: the current one, and the next. Each window has several times the bytes of the one
-# before, up to a maximum, or is a single tensor. These are the bytes of the first window and the maximum, on the host
-# and on a GPU. On a GPU, both windows together also take at most a fraction of its free memory.
+# Tensors are read ahead in two windows: the current window and the next. A window is a single tensor, or has several
+# times the bytes of the window before it, up to a maximum. These are the bytes of the first window and the maximum, on
+# the host and on a GPU. On a GPU, both windows together also take at most a fraction of its free memory.
 _FIRST, _MOST = 8 << 20, 128 << 20
 _FIRST_GPU, _MOST_GPU = 512 << 20, 1 << 30
 _GROWTH, _PART = 4, 8
 
 # The number of requests in order after which reading ahead starts, and the largest value to which unused windows raise
-# that number.
+# it.
 _LEAST, _TIRED = 2, 64
 # The number of requests with ascending names after which the order of the names is assumed.
 _RISEN = 8
@@ -35,7 +35,7 @@ _NUMBERS = re.compile(r"\d+")
 
 
 class _Window:
-    """The tensors of one load. Each can be taken once."""
+    """The tensors of one load. Each tensor can be taken once."""
 
     def __init__(self, load: Load, ways: dict[int, Block | None], sizes: dict[int, int]) -> None:
         self._load, self._requests = load, {at: request for request, at in enumerate(ways)}
@@ -45,8 +45,8 @@ class _Window:
 
     @property
     def job_number(self) -> int:
-        """Returns the number of the window's load. Keep only the number, so that the memory is freed when the load has
-        ended."""
+        """Returns the number of the window's job. Callers keep only the number, so that the memory is freed after the
+        load."""
         return self._load.job.number
 
     def take(self, at: int) -> Any:
@@ -63,7 +63,7 @@ class _Window:
         return tensor
 
     def end(self) -> None:
-        """Waits until the load has ended and is counted. Call this after the last tensor."""
+        """Waits until the load has ended and is counted. Must be called after the last tensor."""
         self._load.job.wait()
         self._load.job.done()
 
@@ -78,40 +78,40 @@ class _Window:
 
 
 class ReadAhead:
-    """Reads ahead in one open file. Threads may share it, and forked children do not use it.
+    """Reads ahead in one open file. Threads may share this object. Forked children do not use it.
 
-    It watches the order in which tensors are requested: the order of the bytes or, if `by_name` is set or the names
-    have ascended for a while, the order of the names. It loads the next tensors in that order while the program works.
-    At most two windows are in memory: on the host 256 MiB, on a GPU 2 GiB or an eighth of its free memory. Only a
-    requested tensor may be larger. A request out of order ends the reading ahead, which then begins again only after a
+    It detects the order in which tensors are requested: the order of the bytes or, if `by_name` is set or the names
+    have ascended for a while, the order of the names. While the program works, the next tensors in this order are
+    loaded. At most two windows are in memory: on the host 256 MiB, on a GPU 2 GiB or an eighth of its free memory. Only
+    a requested tensor may be larger. A request out of order ends the reading ahead, which begins again only after a
     longer run of requests in order.
 
-    Blocks are read ahead if tensors with names that differ only in numbers were cut in the same way.
+    Blocks are also read ahead, if tensors with names that differ only in numbers were cut in the same way.
 
-    The order of the bytes does not suffice: `keys` is sorted by name, and libraries loop over it or over the names of
-    an index. If the bytes had a different order, whole windows would be read for each tensor.
+    The order of the bytes is not enough. `keys` is sorted by name, and libraries loop over it or over the names of an
+    index. If only the order of the bytes counted, a whole window might be read for each of these tensors.
     """
 
     def __init__(self, frame: Frame) -> None:
         self.by_name = False
-        self.by_slice = False  # the program may cut tensors, so its first requests do not show how
+        self.by_slice = False  # whether the program may cut tensors, so that its first requests do not show how
         self._frame = frame
         self._lock = new_lock()
         self._taking = self._off = False
         self._windows: list[_Window] = []
-        self._how: Any = None  # the context that the windows' tensors depend on; see `_torch_context`
+        self._how: Any = None  # the context on which the windows' tensors depend; see `_torch_context`
         self._by = 0  # the order of the windows: 0 by bytes, 1 by name
-        self._next = 0  # the position in that order of the tensor after the last window
+        self._next = 0  # the position of the tensor after the last window, in this order
         self._size, self._need = 0, _LEAST  # bytes of the next window, 0 for the first
         self._last: int | None = None
         self._risen = 0  # the number of consecutive requests with ascending names
         self._runs = [0, 0]  # the number of consecutive requests in order: by bytes, by name
         self._names: tuple[list[int], list[int]] | None = None  # tensors by name, and the position of each
-        self._cuts: dict[tuple[str, tuple[int, ...]], Block | None] = {}  # by name without numbers, and shape
+        self._cuts: dict[tuple[str, tuple[int, ...]], Block | None] = {}  # by shape, and name without numbers
 
     def take(self, model: Model, at: int, block: Block | None, wanted: Any) -> Any:
-        """Returns a tensor that was read ahead, or None if it has to be loaded separately. wanted: the dtype
-        to cast it to."""
+        """Returns a tensor that was read ahead, or None if it must be loaded separately. wanted: the dtype to cast
+        to."""
         with self._lock:
             # `_taking`: a signal handler has interrupted this method. `joined`: a preload has all tensors.
             if self._taking or self._off or model.joined or len(model.table) == 1:
@@ -123,13 +123,13 @@ class ReadAhead:
                 self._drop_windows()
                 if not isinstance(error, OverwireError):
                     raise
-                self._off = True  # loads the tensor separately, now that the windows have freed their memory
+                self._off = True  # the tensor is loaded separately, because the windows have now freed their memory
                 return None
             finally:
                 self._taking = False
 
     def _take_tensor(self, model: Model, at: int, block: Block | None, wanted: Any) -> Any:
-        if at == self._last or model.table[at][6] >= 0:  # read again, or an alias of another tensor
+        if at == self._last or model.table[at][6] >= 0:  # a repeated request, or an alias of another tensor
             return None
         in_turn = self._follows_order(model, at)
         self._last = at
@@ -165,7 +165,7 @@ class ReadAhead:
         return tensor
 
     def _follows_order(self, model: Model, at: int) -> bool:
-        """Counts consecutive requests in order. The first tensor of all is in order if a program begins with it."""
+        """Counts consecutive requests in order. A program's first request is in order if it is for the first tensor."""
         last = self._last
         for order in (0, 1) if self.by_name else (0,):
             _, turn = self._order_of_reads(model, order)
@@ -173,8 +173,8 @@ class ReadAhead:
             self._runs[order] = self._runs[order] + 1 if in_turn else 0
         if last is None:
             return False
-        # Assume the order of names only after several requests: sorting the names takes a while. The program need not
-        # have called `keys` on this file.
+        # The order of names is assumed only after several requests, because sorting the names takes time. The program
+        # may not have called `keys` on this file.
         self._risen = self._risen + 1 if model.table[at][0] > model.table[last][0] else 0
         self.by_name = self.by_name or self._risen >= _RISEN
         return max(self._runs) > 0
@@ -251,7 +251,7 @@ class ReadAhead:
         return model.begin_blocks(blocks, rows, self._frame, after=after)
 
     def _note_stray(self) -> None:
-        # The windows were not used, so reading ahead needs more requests to begin next time.
+        # The windows were not used, so the next reading ahead needs more requests before it begins.
         self._drop_windows()
         self._runs, self._need = [0, 0], min(2 * self._need, _TIRED)
 
@@ -261,13 +261,13 @@ class ReadAhead:
             window.close()
 
     def close(self) -> None:
-        """Frees what was read ahead, and stops reading ahead."""
-        if not _engine.forked():  # in a child everything belongs to the parent
+        """Frees the tensors that were read ahead, and stops reading ahead."""
+        if not _engine.forked():  # in a forked child everything belongs to the parent
             self._off = True
             self.drop_blocks()
 
     def drop_blocks(self) -> None:
-        """Frees what was read ahead. A thread that waits for part of it loads that separately."""
+        """Frees the tensors that were read ahead. A thread that waits for such a tensor loads it separately."""
         if not self._lock.acquire(blocking=False):  # another thread waits for a tensor
             for window in self._windows[::-1]:
                 window.cancel()
@@ -279,7 +279,7 @@ class ReadAhead:
 
 
 def _torch_context(model: Model) -> tuple[Any, ...]:
-    # Memory of torch's allocator belongs to the stream and the mode in which it was allocated.
+    # Memory from torch's allocator belongs to the stream and the mode in which it was allocated.
     if model.join() == "cpu":
         return ()
     from ..frameworks.torch import around

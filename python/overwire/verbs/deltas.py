@@ -1,4 +1,4 @@
-"""Deltas: writes what changed between two models, and applies it to tensors in place."""
+"""Writes the changes between two models as a delta, and applies deltas to tensors in place."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ from .states import ModelSide, batches, hosted, pair, place_tensor, same_names, 
 if TYPE_CHECKING:
     from .._requests import DeltaFile, DeltaMerge, DeltaSave, DeltaTensors
 
-#: A delta: its path or URI, its bytes, or an open one.
+#: A delta: its path or URI, its bytes, or an open delta.
 DeltaLike = Union[str, "os.PathLike[str]", bytes, bytearray, memoryview, "Delta"]
 
 
 @dataclass(frozen=True)
 class DeltaReport:
-    """Describes what was written or applied.
+    """Describes the deltas that were written or applied.
 
     tensors: how many tensors the deltas name; changed: how many of them change.
-    bytes: the size of these tensors, including unchanged ones. stored: bytes of the delta that was written, or of the
-        chunks that were applied.
+    bytes: the size of these tensors, including unchanged tensors. stored: bytes of the delta that was written, or of
+        the chunks that were applied.
     path: the path that was written, as it was given, or "" if nothing was written. files: the written files in order:
         copied auxiliary files first, an index.json last.
-    seconds: how long each stage of the engine took, by name: "encode" and "write" for `save_delta`; "plan",
-        "base digests", "change" and "new digests" for `apply_delta`; empty for other functions.
+    seconds: the duration of each stage of the engine, by name: "encode" and "write" for `save_delta`; "plan", "base
+        digests", "change" and "new digests" for `apply_delta`; empty for other functions.
     """
 
     __module__ = "overwire"
@@ -57,8 +57,8 @@ class DeltaReport:
 
 @dataclass(frozen=True)
 class DeltaRow:
-    """How a tensor differs: `changed` of its `elements` have different bits, and a delta for it takes `stored` bytes.
-    Elements smaller than a byte are counted as bytes, complex numbers as two."""
+    """The difference between two states of a tensor: `changed` of its `elements` have different bits, and a delta for
+    it takes `stored` bytes. Elements smaller than a byte are counted by bytes, and complex numbers as two elements."""
 
     __module__ = "overwire"
 
@@ -72,16 +72,16 @@ class DeltaRow:
 
     @property
     def share(self) -> float:
-        """changed / elements; 0.0 if the tensor is empty."""
+        """changed / elements, or 0.0 if the tensor is empty."""
         return self.changed / self.elements if self.elements else 0.0
 
 
 @dataclass(frozen=True)
 class Diff:
-    """How two models differ.
+    """The difference between two models.
 
-    rows: one row for each tensor that both models have, including equal ones, sorted by name.
-    only_a, only_b: names that only one model has. other: names with a different dtype or shape in each.
+    rows: one row for each tensor that both models have, including equal tensors, sorted by name.
+    only_a, only_b: names that only one model has. other: names of tensors whose dtype or shape differs.
     """
 
     __module__ = "overwire"
@@ -125,9 +125,9 @@ class Diff:
 
 
 class Delta(HandleOwner):
-    """A delta that `open_delta` has read into host memory and checked. You can apply it any number of times, and
-    from several threads. It holds the files' stored bytes (`nbytes`) and about 40 bytes for each 256 KiB of a tensor
-    that changes, but no decoded bytes."""
+    """A delta that `open_delta` has read into host memory and checked. It can be applied any number of times, and by
+    several threads. It takes the files' stored bytes (`nbytes`), and about 40 bytes for each 256 KiB of a tensor that
+    changes, but contains no decoded bytes."""
 
     __module__ = "overwire"
     __slots__ = ("__weakref__", "_about", "_number", "_places")
@@ -150,7 +150,7 @@ class Delta(HandleOwner):
 
     @property
     def metadata(self) -> dict[str, str]:
-        """The texts that were passed to `save_delta`."""
+        """The metadata that was passed to `save_delta`."""
         return dict(self._about["metadata"] or {})
 
     @property
@@ -180,7 +180,7 @@ class Delta(HandleOwner):
         return self._about["news"][self._place_of(name)]
 
     def stored(self, name: str) -> int:
-        """Returns the bytes that a tensor takes in the file; 0 if it does not change or shares another's bytes."""
+        """Returns the bytes that a tensor takes in the file, or 0 if it does not change or shares another's bytes."""
         return self._about["stored"][self._place_of(name)]
 
     def _place_of(self, name: str) -> int:
@@ -208,8 +208,7 @@ class Delta(HandleOwner):
 
 
 def open_delta(source: DeltaLike, *, storage_options: StorageOptions | None = None) -> Delta:
-    """Reads a whole delta into host memory and checks every byte, so that
-    `apply_delta` only has to apply it.
+    """Reads a whole delta into host memory and checks every byte. `apply_delta` then only has to apply it.
 
     source: the path or URI of a file, a folder of shards, or their index.json; or the
         contents of a delta file as bytes, which are copied.
@@ -217,7 +216,7 @@ def open_delta(source: DeltaLike, *, storage_options: StorageOptions | None = No
 
     Raises NotFoundError (even if only a shard is missing), CorruptError, FormatError if a file is not a delta or shards
     belong to different deltas, ArgumentError for a folder with several deltas, OutOfMemoryError before it reads more
-    than memory can hold, NotSupportedError.
+    bytes than fit into memory, and NotSupportedError.
     """
     if isinstance(source, Delta):
         return source
@@ -233,7 +232,7 @@ def open_delta(source: DeltaLike, *, storage_options: StorageOptions | None = No
 
 
 def chain_of(delta: Any, storage_options: StorageOptions | None = None) -> list[Delta]:
-    """Opens one delta, or several in order."""
+    """Opens one delta, or several deltas in order."""
     if isinstance(delta, (str, bytes, bytearray, memoryview, os.PathLike, Delta)):
         delta = [delta]
     if not isinstance(delta, Iterable):
@@ -254,22 +253,23 @@ def save_delta(
     progress: ProgressLike = None,
     storage_options: StorageOptions | None = None,
 ) -> DeltaReport:
-    """Writes what changed from `base` to `new`. With this file, `apply_delta` turns `base` into `new`. The file is
-    small if little has changed.
+    """Writes the changes from `base` to `new`. With this file, `apply_delta` turns `base` into `new`. The file is small
+    if little has changed.
 
     new, base: each a dict of torch tensors or numpy arrays, a torch module, or the path or URI of a model. Both must
         have the same names, dtypes and shapes. A model is loaded to the host 1 GiB at a time (a larger tensor by
-        itself). If both are on a GPU, the GPU encodes; otherwise tensors on a GPU are copied to the host.
-    path: the file to write, or a writable URI. It is a folder if one exists there, if it ends in a slash, or if `new`
-        is a folder and path does not end in .safetensors. In a folder the files are called delta, and other files of
-        `new` are copied next to them, as `convert` does. The path appears complete or not at all.
-    metadata: texts to keep in the delta.
-    max_shard_size: the most bytes of the delta in one file ("5GB", "512MiB", int). A longer delta is written in
-        shards with an index.json, named like those of `save_file`; each tensor is in one of them.
+        itself). If both states of a tensor are on a GPU, the GPU encodes; otherwise tensors on a GPU are copied to the
+        host.
+    path: the file to write, or a writable URI. It is a folder if a folder with this name exists, if it ends in a slash,
+        or if `new` is a folder and path does not end in .safetensors. In a folder the files are named delta, and other
+        files of `new` are copied next to them, as by `convert`. The path appears complete or not at all.
+    metadata: strings to store in the delta.
+    max_shard_size: the most bytes of the delta in one file ("5GB", "512MiB", int). A longer delta is written in shards
+        with an index.json, named like those of `save_file`. Each tensor is in one shard.
 
-    The same tensors give the same file, wherever they are. Unchanged tensors, and chunks of 256 KiB that did not
-    change, take no space. The file has the digests of each tensor before and after. The whole delta is held
-    in host memory before it is written.
+    The same tensors give the same file, on any device. Unchanged tensors, and chunks of 256 KiB that did not change,
+    take no space. The file has the digests of each tensor before and after the change. The whole delta is in host
+    memory before it is written.
 
     Raises ArgumentError for names, dtypes or shapes that differ, and the errors of `save_file`.
     """
@@ -345,19 +345,19 @@ def apply_delta(
 ) -> DeltaReport:
     """Applies a delta, or several one after the other, to tensors in place, on the host and on GPUs.
 
-    tensors: a dict of torch tensors or numpy arrays, or a torch module, equal to the delta's base. Tied tensors
-        are changed once. Tensors that the delta does not name stay unchanged. A tensor that is not dense is changed
-        through a copy. A tensor with elements that share memory (`expand`) is refused.
+    tensors: a dict of torch tensors or numpy arrays, or a torch module, equal to the delta's base. Tied tensors are
+        changed once. Tensors that the delta does not name stay unchanged. A tensor that is not dense is changed through
+        a copy. A tensor with elements that share memory (`expand`) is refused.
     delta: a path or URI, the contents of a delta file as bytes, or an open delta from `open_delta`. A list is a chain:
-        each delta begins where the one before it ends. The time depends on how much the chain changes, not on how
-        many deltas it has.
+        the base of each delta is the result of the delta before it. The time depends on the size of the changes, not on
+        the number of deltas.
     missing: whether the delta may name tensors that `tensors` lacks.
-    timeout: seconds after which DeadlineError is raised, counted from when the delta has been read. The tensors are
-        then unchanged. Once the first tensor changes, the timeout no longer applies.
+    timeout: seconds after which DeadlineError is raised, counted from the time when the delta has been read. The
+        tensors are then unchanged. When the first tensor has begun to change, the timeout no longer applies.
 
-    Work already queued on the current streams runs first, and all work is finished on return. The digest of each
-    tensor is compared before the first byte changes, and again afterwards. If a digest differs, changes are undone,
-    and the error describes the tensors' state. Nothing else may use the tensors meanwhile.
+    Work that is already queued on the current streams runs first, and all work is finished on return. The digest of
+    each tensor is compared before the first byte changes, and again after the last. If a digest differs, changes are
+    undone, and the error describes the tensors' state. Nothing else may use the tensors during the call.
 
     Raises DeltaBaseError if a tensor differs from the delta's base, ArgumentError,
     CorruptError, NotSupportedError, DeviceError, and the errors of `open_delta`.
@@ -370,10 +370,10 @@ def apply_delta(
 def apply_part(
     tensors: Any, chain: Sequence[Delta], part: str, missing: bool = True, end: float | None = None
 ) -> DeltaReport:
-    """Like `apply_delta`, or only a part of it, for processes that change tensors together.
+    """Does a part of the work of `apply_delta`, for processes that change tensors together.
 
-    part: "check" compares the digests and changes nothing; "change" does the rest after
-        that; "undo" reverts "change"; "" does everything. end: from `time_limit`.
+    part: "check" compares the digests and changes nothing; "change" does the rest after a "check"; "undo" reverts a
+        "change"; "" does everything. end: the result of `time_limit`.
     """
     tensors_by_name = tensors_of(tensors, "tensors")
     names: list[str] = []
@@ -424,11 +424,11 @@ def merge_deltas(
     max_shard_size: int | str | None = None,
     storage_options: StorageOptions | None = None,
 ) -> DeltaReport:
-    """Writes a chain of deltas as a single one: the same file that `save_delta` would write for the first delta's base
-    and the last delta's result. It needs neither of these models. path and max_shard_size are those of `save_delta`. If
-    it writes a folder of shards, other files of the last delta's folder are copied next to them.
+    """Writes a chain of deltas as a single delta: the same file that `save_delta` would write for the first delta's
+    base and the last delta's result. Neither of these two models is needed. path, max_shard_size: as for `save_delta`.
+    If the result is a folder of shards, other files of the last delta's folder are copied next to them.
 
-    Raises DeltaBaseError if a delta does not begin where the one before it ends, and the errors of
+    Raises DeltaBaseError if the base of a delta is not the result of the delta before it, and the errors of
     `open_delta` and `save_delta`.
     """
     if not isinstance(deltas, Iterable) or isinstance(deltas, (str, bytes, Mapping)):
@@ -451,8 +451,8 @@ def merge_deltas(
 
 
 def diff(a: Any, b: Any, *, progress: ProgressLike = None, storage_options: StorageOptions | None = None) -> Diff:
-    """Compares two models bit by bit: which tensors differ, in how many elements, and
-    how many bytes a delta for each would take.
+    """Compares two models bit by bit. The result has the tensors that differ, the number of changed elements, and the
+    bytes that a delta of each tensor would take.
 
     a, b: as for `save_delta`, but names, dtypes and shapes may differ. Tensors on a GPU are copied to the host.
 
@@ -492,12 +492,12 @@ def _report_of(said: Any, path: str = "") -> DeltaReport:
 
 
 def _companions_of(model: Any) -> str:
-    """Returns the path of a model, which may be a folder with auxiliary files; "" for tensors."""
+    """Returns the path of a model, which may be a folder with auxiliary files, or "" for tensors in memory."""
     return local(model) if isinstance(model, (str, os.PathLike)) else ""
 
 
 def _streams_of(devices: Iterable[int]) -> dict[int, int]:
-    """Returns the current stream of each device, 0 for the host."""
+    """Returns the current stream of each device, or 0 for the host."""
     return {cuda: gpu.current_stream(cuda - 1) if cuda else 0 for cuda in set(devices)}
 
 
@@ -505,7 +505,7 @@ def load_on(
     load: Callable[[], dict[str, Any]], base: Any, delta: Any, device: Any, framework: Any, options: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Implements `load_file(base=)`. Returns new tensors, made from the base by the delta or chain. load: loads the
-    base, unless it is tensors."""
+    base, if it is not tensors in memory."""
     if options.get("dtype") is not None:
         raise NotSupportedError("overwire: load_file: base= does not take dtype=: cast the returned tensors")
     if framework == "bytes":

@@ -30,22 +30,24 @@ def digest(tensors: Mapping[str, Any] | torch.nn.Module, *, timeout: float | Non
 @overload
 def digest(tensors: Any, *, timeout: float | None = None) -> str: ...
 def digest(tensors: Any, *, timeout: float | None = None) -> str | dict[str, str]:
-    """Computes the digest of tensors in memory: 128 bits from their bytes, as 32 hex digits.
+    """Computes the digests of tensors in memory. A digest is 128 bits, computed from a tensor's bytes, as 32 hex
+    digits.
 
     tensors: a torch tensor, numpy array or `TensorSpec`; a dict of them; or a torch module, for its parameters and
-        persistent buffers by name. They may be on the host and on GPUs, and strided: the digest is that of the
-        contiguous tensor, and no copy is made. Tied tensors are read once.
-    timeout: seconds after which DeadlineError is raised; None: never.
+        persistent buffers by name. Tensors may be on the host and on GPUs. A strided tensor has the digest of the
+        contiguous tensor, and is not copied. Tied tensors are read once.
+    timeout: seconds after which DeadlineError is raised, or None for no limit.
 
-    Equal bytes have equal digests, on the CPU and on every GPU, whatever the dtype and shape. For a file,
-    `overwire inspect --digests FILE` prints them. The chance of missing an accidental change is about 2^-128, but the
-    digest is not cryptographic, so it does not detect deliberate ones (docs/format.md defines it).
+    Equal bytes have equal digests, on the CPU and on every GPU, whatever the dtype and shape. For a file, `overwire
+    inspect --digests FILE` prints the digests. The chance of missing an accidental change is about 2^-128, but the
+    digest is not cryptographic, so it does not detect deliberate changes (docs/format.md defines it).
 
     Each GPU reads its tensors at the speed of its memory, after the work queued on torch's current stream there.
-    The call waits for it. Do not change the tensors before it returns.
+    The call waits for the result. Do not change the tensors before it returns.
 
-    Returns the digest, or {name: digest}. Raises ArgumentError; NotSupportedError for tensors that are more than their
-    bytes (sparse, quantised), on other devices, and while that stream is being captured into a CUDA graph; DeviceError.
+    Returns the digest, or {name: digest}. Raises ArgumentError, DeviceError, and NotSupportedError for tensors that are
+    more than their bytes (sparse, quantised), for tensors on other devices, and while the current stream is being
+    captured into a CUDA graph.
     """
     end = time_limit(timeout)
     tensors_by_name = _tensors_of_names(tensors)
@@ -60,8 +62,8 @@ class Comparison(TypedDict):
     differ: names of tensors that differ from the file in bytes, dtype or shape.
     missing: names in the file that the model lacks.
     surplus: names in the model that the file lacks, except names that are tied to a name in the file.
-    tensors: the number of compared tensors. kept: how many were compared by a digest in the file.
-    bytes: bytes that were decoded to compare the others. on_gpu: how many of these GPUs decoded.
+    tensors: the number of compared tensors. kept: the number of tensors that were compared by a digest in the file.
+    bytes: the bytes that were decoded to compare the other tensors. on_gpu: the part of these bytes that GPUs decoded.
     """
 
     ok: bool
@@ -145,7 +147,7 @@ def _identity_of(view: View) -> tuple[int, tuple[int, ...], tuple[int, ...], int
 
 
 class _OfDevice:
-    # The tensors of one device, by position: contiguous ones first.
+    # The positions of the tensors of one device, contiguous tensors first.
     def __init__(self) -> None:
         self.dense: list[int] = []
         self.pointers: list[int] = []

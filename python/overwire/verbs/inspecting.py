@@ -1,4 +1,4 @@
-"""Implements inspect, verify, doctor, and the part of convert that the engine does."""
+"""Implements inspect, verify, doctor, and convert for files that the engine reads."""
 
 from __future__ import annotations
 
@@ -53,8 +53,7 @@ def _with_components(opened: Opened, source: SourceLike) -> Opened:
 
 
 def _with_names(files: list[Any], opened: Opened) -> None:
-    """Replaces the names of temporary plain files in a report by the names of their sources, and the format by that of
-    the source."""
+    """Replaces the names and formats of temporary plain files in a report by those of their sources."""
     names = dict(zip(opened.uris, opened.names, strict=True))
     for file in files:
         name = names.get(file["uri"], file["uri"])
@@ -69,8 +68,8 @@ def _uris_of(source: SourceLike, options: Mapping[str, object] | None) -> tuple[
 
 
 class InspectionDict(Facts):
-    """The class of an `Inspection` at run time: a dict that prints as one line, and in a
-    notebook as tables. Pickles and copies of it are plain dicts."""
+    """The class of an `Inspection` at run time: a dict that prints as one line, and in a notebook as tables. Its
+    pickles and copies are plain dicts."""
 
     def __repr__(self) -> str:
         every = self["totals"]["all"]
@@ -119,7 +118,7 @@ def _sizes_of(html: Any, row: Mapping[str, Any]) -> tuple[str, str, str]:
 def inspect(source: str | os.PathLike[str], *, storage_options: StorageOptions | None = None) -> Inspection:
     """Lists the tensors of a model from its headers, without reading a tensor.
 
-    source: a file, folder, index.json, or a bundle's pickle or meta.csv; plain or compressed; also a GGUF file.
+    source: a plain or compressed file, a folder, an index.json, a bundle's pickle or meta.csv, or a GGUF file.
     storage_options: as for `load_file`.
 
     Returns a dict, which prints as one line: "sources", each with uri, format ("safetensors", "overwire", "tensors" or
@@ -164,23 +163,24 @@ def verify(
     of every tensor. With tensors, compares a model in memory with the file.
 
     source: as for `inspect`, or a list of files.
-    tensors: a running model: a torch module, or a dict of tensors, on the host or on GPUs. The digest of each (see
-        `digest`) is computed where the tensor is; none is copied to the host. They are compared with the digests in
-        the file (`save_file(digests=True)`). If it has none, its tensors are decoded and every chunk's checksum is
-        compared. The GPU that has the model's tensor decodes in batches of 256 MiB (a larger tensor by itself). For
-        tensors on the host, or if the GPU lacks memory, the CPU decodes block by block.
-    original: also restores the safetensors file that was given to `convert`, in bounded memory and without writing
-        it, and compares its SHA-256. One core hashes it, at about 1.5 GB/s. Cannot be combined with tensors.
+    tensors: a running model: a torch module, or a dict of tensors, on the host or on GPUs. The digest of each tensor
+        (see `digest`) is computed on the tensor's device, so no tensor is copied to the host. The digests are compared
+        with those in the file (`save_file(digests=True)`). If the file has none, its tensors are decoded and every
+        chunk's checksum is compared. The GPU that has the model's tensor decodes in batches of 256 MiB (a larger tensor
+        by itself). For tensors on the host, or if the GPU lacks memory, the CPU decodes block by block.
+    original: whether to also restore the safetensors file that was given to `convert`, in bounded memory and without
+        writing it, and to compare its SHA-256. One core hashes it, at about 1.5 GB/s. Cannot be combined with tensors.
     storage_options: as for `load_file`.
 
-    Returns a dict: ok (always True, because damage raises), tensors, bytes, stored, seconds, and "files", each with
-    what was "checked": "contents", or only "structure" for plain safetensors and GGUF files, which have no checksums.
-    If such a file was downloaded from the Hugging Face Hub (its cache, or a local folder with `.cache/huggingface`), or
-    is an hf:// URI of a large file, the Hub's "sha256" is compared. With original, a file that records what it was made
-    from has "original": its "sha256", and whether it was "compared" (False: the file has none, for example because the
-    original came over a network). With tensors the dict is a `Comparison`: ok, and the names of tensors that "differ",
-    are "missing" in the model, or are "surplus" there. Raises CorruptError with tensor, chunk and offset; FormatError;
-    NotFoundError; with tensors also the errors of `digest`. A tensor that differs does not raise.
+    Returns a dict: ok (always True, because damage raises an error), tensors, bytes, stored, seconds, and "files". For
+    each file, "checked" is "contents", or only "structure" for plain safetensors and GGUF files, which have no
+    checksums. If such a file was downloaded from the Hugging Face Hub (its cache, or a local folder with
+    `.cache/huggingface`), or is an hf:// URI of a large file, the Hub's "sha256" is compared. With original, a file
+    that can restore its plain file has "original": the plain file's "sha256", and whether this was "compared" (False if
+    the file stores no hash, for example because the original came over a network). With tensors the dict is a
+    `Comparison`: ok, and the names of tensors that "differ", are "missing" in the model, or are "surplus" there. Raises
+    CorruptError with tensor, chunk and offset, FormatError, NotFoundError, and with tensors also the errors of
+    `digest`. A tensor that differs raises no error.
     """
     check_values(original=original, storage_options=storage_options)
     if original and tensors is not None:
@@ -240,14 +240,14 @@ def rewrite(source: SourceLike, path: str | os.PathLike[str], options: Mapping[s
 def doctor(*, measure: bool = False) -> Diagnosis:
     """Reports on this machine: CPU, decoder, memory, versions, and the settings with their environment variables.
 
-    "gpu" has the versions of NVIDIA's driver and "devices", each with name, memory (bytes), compute capability, PCI
-    link (0: unknown) and the kernels that it would run; or the "reason" why no GPU can be used.
-    "gpudirect_storage" says whether it is "usable" here, and "why". The call loads the driver if there is one, but
-    creates no context on a GPU.
-    measure: copy to each GPU for about 0.2 s and add "wire", in GB/s. That creates
-        a context there, and a process that has one cannot use CUDA after a fork.
+    "gpu" has the versions of NVIDIA's driver, and "devices", each with name, memory (bytes), compute capability, PCI
+    link (0 if unknown) and the kernels that it would run. If no GPU can be used, "gpu" has the "reason".
+    "gpudirect_storage" says whether GPUDirect Storage is "usable", and "why". The call loads the driver if there is
+    one, but creates no context on a GPU.
+    measure: whether to copy to each GPU for about 0.2 s and add "wire", in GB/s. This creates a context on each GPU. A
+        process with such a context cannot use CUDA after a fork.
 
-    Returns a dict. Does not raise if something is missing or broken, but reports it.
+    Returns a dict. If something is missing or broken, the dict reports it; no error is raised.
     """
     check_values(measure=measure)
     return cast("Diagnosis", Facts("Diagnosis", _verbs.doctor({**program([]), "measure": measure})))

@@ -30,9 +30,9 @@ ALL: Block = (0, WHOLE, 0, WHOLE)
 class Destination(NamedTuple):
     """A destination for one tensor of the model, or for a block of it.
 
-    at: the tensor's position in the model's table. block: of the tensor. shape: of the block. tensor: has that
-    shape, unless there is a `cut`: the ranges of dimensions 2 and up that the tensor gets. put: stores a loaded
-    tensor if `tensor` cannot be written to; None: copies it, with a cast.
+    at: the tensor's position in the model's table. block: the block of the tensor. shape: the block's shape. tensor:
+    the tensor to load into. It has this shape, unless there is a `cut`: the ranges of dimensions 2 and up that it gets.
+    put: a function that stores a loaded tensor if `tensor` cannot be written to; by default it is copied, with a cast.
     """
 
     at: int
@@ -54,10 +54,10 @@ def fill(
     """Loads all targets together, on several devices at once.
 
     The engine writes directly to a tensor that is dense, on its device and has the file's dtype, without a second
-    copy. For other targets, and for one that overlaps an earlier target, it loads a separate tensor, which is copied
-    afterwards in the order of the targets: the last one wins.
+    copy. For other targets, and for a target that overlaps an earlier one, it loads a separate tensor. These are copied
+    afterwards in the order of the targets, so the last one wins.
 
-    fixed: the device to load to; None: each tensor's own. max_memory: the most bytes for separate tensors.
+    fixed: the device to load to, by default each tensor's own device. max_memory: the most bytes for separate tensors.
 
     Raises OutOfMemoryError for max_memory before anything is allocated, and the errors of
     `load_file`. If the load fails, the tensors have a mixture of old and new values.
@@ -69,13 +69,13 @@ def fill(
         view.join()
     lands = _can_land(targets, model, devices)
     for number, (target, device) in enumerate(zip(targets, devices, strict=True)):
-        # Preloaded tensors are whole. On a GPU they are always copied from the preload's memory, on the host only if a
-        # block is needed.
+        # Preloaded tensors are whole. On a GPU they are always copied from the preload's memory. On the host they are
+        # copied only if a block is needed.
         if views[device].joined and (device != "cpu" or target.block != ALL):
             lands[number] = False
     _take_turns(targets, lands)
     groups: dict[str, list[_Landing]] = {device: [] for device in views}
-    landings: dict[tuple[str, int], _Landing] = {}  # of preloaded tensors
+    landings: dict[tuple[str, int], _Landing] = {}  # the loads of preloaded tensors
     indirect: list[tuple[int, int]] = []
     for number, (target, device, here) in enumerate(zip(targets, devices, lands, strict=True)):
         if here:
@@ -118,8 +118,8 @@ def fill(
 
 
 class _Landing(NamedTuple):
-    # A tensor, or a block of it, that lands in place or in a separate tensor. users: numbers and targets that the
-    # separate tensor is then copied to.
+    # A tensor, or a block of it, that lands in place or in a separate tensor. users: the targets to which the separate
+    # tensor is then copied, with their numbers.
     at: int
     pointer: int
     block: Block
@@ -128,7 +128,8 @@ class _Landing(NamedTuple):
 
 def in_place(model: Model, targets: Sequence[Destination], device: str) -> tuple[dict[int, Any], list[int]]:
     """Returns the tensors, by position, that the engine can write to completely and that overlap no earlier target.
-    Also returns the positions of the targets that overlap one: call `store_part` for these in order after all others.
+    Also returns the positions of the targets that overlap an earlier target. The caller must call `store_part` for
+    these, in order, after all others.
     """
     lands = _can_land(targets, model, [device] * len(targets))
     lands = [here and target.block == ALL for target, here in zip(targets, lands, strict=True)]
@@ -151,10 +152,11 @@ def landing(file: Any, device: str, requests: bytes | Sequence[Request]) -> Job 
     """Begins to load blocks of tensors of a `safe_open` to addresses on a device, in one pass.
 
     requests: each has the tensor's position in `table_of`, an address, and [lo, hi) of its first two dimensions (hi -1
-        for all). Or all of them, packed as 64-bit integers. The caller has checked that the dense block fits there in
-        the file's dtype, and that no requests overlap. The memory must stay valid until the job has ended.
+        for all). All requests may also be packed as 64-bit integers. The caller must have checked that each dense block
+        fits at its address in the file's dtype, and that no requests overlap. The memory must stay valid until the job
+        has ended.
 
-    Returns None if the files were preloaded: only `load_into` uses preloads. Raises the errors of `load_file`.
+    Returns None if the files were preloaded, because only `load_into` uses preloads. Raises the errors of `load_file`.
     """
     model = file._live_model()
     if _engine.forked():
@@ -170,14 +172,14 @@ def place_of(tensor: Any) -> str:
 
 
 def common_device(tensors: Sequence[Any]) -> str:
-    """Returns the common device of tensors, so that a preload can be joined; the host if there are several."""
+    """Returns the common device of tensors, so that a preload can be joined, or the host if there is none."""
     places = {place_of(tensor) for tensor in tensors}
     return places.pop() if len(places) == 1 else "cpu"
 
 
 def _take_turns(targets: Sequence[Destination], lands: list[bool]) -> list[int]:
-    """Returns the numbers of targets that overlap an earlier one in memory, and sets their `lands` to False: they get
-    separate tensors. All others land in place, before any copies are made."""
+    """Returns the numbers of the targets that overlap an earlier target in memory, and sets their `lands` to False, so
+    that they get separate tensors. All others land in place, before any copies are made."""
     reach: list[tuple[int, int, int]] = []
     for number, target in enumerate(targets):
         tensor = target.tensor
@@ -208,7 +210,7 @@ def _take_turns(targets: Sequence[Destination], lands: list[bool]) -> list[int]:
 
 
 def _can_land(targets: Sequence[Destination], model: Model, devices: Sequence[str]) -> list[bool]:
-    # Whether the engine can write to the tensors' own bytes.
+    # Returns whether the engine can write to each tensor's own bytes.
     import torch
 
     from ..frameworks.torch import SAVED
@@ -226,7 +228,7 @@ def _can_land(targets: Sequence[Destination], model: Model, devices: Sequence[st
 
 
 def _count_elements(target: Destination, model: Model) -> int:
-    # In elements of the file: torch counts two F4 elements as one.
+    # Counts elements of the file, because torch counts two F4 elements as one.
     return math.prod(target.shape) * (2 if model.table[target.at][1] == "F4" and target.shape else 1)
 
 
@@ -252,8 +254,8 @@ def _store_tensor(target: Destination, loaded: Any) -> None:
 
 
 def local_destination(target: Destination, row: Row, prefix: str) -> Destination | None:
-    """Returns the target, or this process's part of a DTensor; None if it has no part. Raises ArgumentError and
-    NotSupportedError, with a prefix, if the tensor cannot be written to."""
+    """Returns the target, or this process's part of a DTensor, or None if this process has no part. Raises
+    ArgumentError and NotSupportedError, with a prefix, if the tensor cannot be written to."""
     from ..frameworks.memory import check_writable, local_part
 
     part = local_part(target.tensor, prefix, row.name)
@@ -278,7 +280,7 @@ def local_destination(target: Destination, row: Row, prefix: str) -> Destination
 
 
 def parse_targets(targets: Any) -> list[tuple[str, Any, Any]]:
-    """Returns the argument of `safe_open.load_into` as a list. Raises ArgumentError unless it has triples."""
+    """Returns the argument of `safe_open.load_into` as a list. Raises ArgumentError if an item is not a triple."""
     triples = list(targets) if isinstance(targets, Iterable) and not isinstance(targets, (str, Mapping)) else [targets]
     for triple in triples:
         if not isinstance(triple, (tuple, list)) or len(triple) != 3:

@@ -54,27 +54,27 @@ def load_file(
 ) -> dict[str, Any]:
     """Loads tensors from plain or compressed safetensors files.
 
-    source: the path or URI of a file, a folder or an index.json; a list of them; a file open for reading in binary
-        mode; or a `Pinned` model. Two files may not have a tensor with the same name.
-    device: the device of the tensors: "cpu", "cuda", "cuda:1", a torch.device. On a GPU they are torch tensors from
-        torch's allocator; compressed tensors are decoded there.
-    framework: "pt", "np", or "bytes" for writable memoryviews; None: torch if it is installed, else numpy.
+    source: the path or URI of a file, a folder or an index.json; a list of these; a file open for reading in binary
+        mode; or a `Pinned` model. Two files must not have a tensor with the same name.
+    device: the device of the tensors: "cpu", "cuda", "cuda:1", a torch.device. On a GPU, they are torch tensors from
+        torch's allocator, and compressed tensors are decoded on the GPU.
+    framework: "pt", "np", or "bytes" for writable memoryviews. By default torch if it is installed, otherwise numpy.
     filename: an alias of source, for programs written for safetensors.
-    options: those of `LoadOptions`: dtype, keys, filter, progress, mmap, read, storage_options, lenient, max_memory,
-        group, shard, base.
+    options: the options of `LoadOptions`: dtype, keys, filter, progress, mmap, read, storage_options, lenient,
+        max_memory, group, shard, base.
 
-    Returns a dict of name to tensor, in the order of the files, or of keys. The tensors belong to the caller: they are
-    writable, have their own storage, stay valid when the file is deleted, and free their memory one by one. F4 is
+    Returns a dict of names to tensors, in the order of the files, or of keys. The tensors belong to the caller: they
+    are writable, have their own storage, and stay valid when the file is deleted, and each frees its own memory. F4 is
     torch.float4_e2m1fn_x2 with the last dimension halved, or unpacked in numpy; F6 is returned as its bytes, U8.
 
     Raises NotFoundError, FormatError, CorruptError (with tensor, chunk and offset), TensorNotFoundError for keys,
-    OutOfMemoryError, NotSupportedError, ArgumentError; TypeError for an unknown option. Ctrl-C cancels the load and
+    OutOfMemoryError, NotSupportedError, ArgumentError, and TypeError for an unknown option. Ctrl-C cancels the load and
     frees its memory.
 
     The engine cannot run in a forked child. There, `load_file`, `safe_open`, `stream` and `load_model` read local files
-    and folders to the host without it. They copy plain tensors, and decode compressed ones slowly with numpy, after a
-    warning. They raise ForkedError for URIs, GPUs, groups, max_memory, folders with several models, and folders with an
-    incomplete set of files.
+    and folders to the host without the engine. They copy plain tensors, and decode compressed tensors slowly with
+    numpy, after a warning. They raise ForkedError for URIs, GPUs, groups, max_memory, folders with several models, and
+    folders with an incomplete set of files.
     """
     # `many_objects` comes first, so that the model's table, which has an object for each tensor, is freed before the
     # cycle collector runs again.

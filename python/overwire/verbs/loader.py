@@ -29,15 +29,15 @@ if TYPE_CHECKING:
     from .ahead import Block, ReadAhead
     from .into import Destination
 
-    #: Returns the destinations of a load. It gets the open model, and a function that returns the shape in torch of the
-    #: part of a tensor that is loaded. A group calls it again if a file was replaced before its ranks met.
+    #: A function that returns the destinations of a load. It gets the open model, and a function that returns the torch
+    #: shape of the part of a tensor that is loaded. A group calls it again if a file was replaced before its ranks met.
     Choose = Callable[[Model, Callable[[int], tuple[int, ...]]], Sequence[Destination]]
 
 
 class Loader:
-    """Loads a model in this process. Other modes override the methods that they support.
+    """Loads a model in this process. The classes for other modes override the methods that they support.
 
-    An exception that leaves its context is raised on all ranks, if there is a group.
+    If there is a group, an exception that leaves the loader's context is raised on all ranks.
     """
 
     def __init__(
@@ -77,7 +77,8 @@ class Loader:
             fit(self.model, self.target.frame, self.target.dtype, self.target.max_memory)
 
     def iter_tensors(self, in_order: bool) -> Iterator[tuple[str, Any]]:
-        """Starts to load the chosen tensors. The iterator over (name, tensor) stays valid when the loader is closed."""
+        """Starts to load the chosen tensors. Returns an iterator over (name, tensor), which stays valid after
+        `close`."""
         from ..progress import spell_count
         from .streams import ModelArrivals, Stream
 
@@ -99,8 +100,8 @@ class Loader:
         return Stream(arrivals, range(len(positions)) if in_order else None, text)
 
     def load_into(self, choose: Choose, fixed: bool, max_memory: int | str | None, progress: ProgressLike) -> None:
-        """Loads into existing tensors. fixed: load to the target's device instead of each tensor's own. max_memory: the
-        most bytes for tensors that cannot be written to in place."""
+        """Loads into existing tensors. fixed: whether to load to the target's device instead of each tensor's own
+        device. max_memory: the most bytes for tensors that cannot be written to in place."""
         from .into import fill
 
         destinations, device = self._choose_destinations(choose), self.target.device if fixed else None
@@ -110,7 +111,7 @@ class Loader:
         return choose(self.model, lambda at: torch_shape(*self.model.table[at][1:3]))
 
     def read_tensor(self, at: int, dtype: Any, ahead: ReadAhead) -> Any:
-        """Returns one tensor, cast to a dtype of the framework; None: no cast."""
+        """Returns one tensor. dtype: the framework's dtype to cast to, or None for no cast."""
         return self._read_block(at, None, dtype, ahead)
 
     def read_index(self, at: int, index: Any, ahead: ReadAhead) -> Any:
@@ -142,7 +143,7 @@ class Loader:
         return model.begin_blocks([(at, (lo0, hi0, lo1, hi1))], rows, frame).tensors()[0]
 
     def in_this_process(self) -> Loader:
-        """Returns this loader, or one for the same files if the process was forked since."""
+        """Returns this loader, or a new loader for the same files if the process was forked since it was made."""
         if not forked():
             return self
         from ..model.forked import ForkedModel
@@ -165,7 +166,7 @@ class Loader:
 
 
 def _make_watcher(progress: ProgressLike, verb: str) -> Watcher | None:
-    # Most loads show no progress and do not import the module.
+    # Most loads show no progress, and so do not import the module.
     if progress is None or progress is False:
         return None
     from ..progress import watch
@@ -174,7 +175,7 @@ def _make_watcher(progress: ProgressLike, verb: str) -> Watcher | None:
 
 
 def _states_of_files(paths: Iterable[str]) -> list[tuple[int, ...] | None]:
-    # The identities of the files, which show whether a file was replaced.
+    # Returns the identities of the files, which show whether a file was replaced.
     states: list[tuple[int, ...] | None] = []
     for path in paths:
         try:
@@ -219,8 +220,8 @@ class ForkedLoader(Loader):
 
 
 class GroupLoader(Loader):
-    """Loads with the ranks of a group. The ranks meet and open their files in the method that is called. verb: ends the
-    call on this rank; the loader takes over the contents of this stack."""
+    """Loads with the ranks of a group. The ranks meet and open their files in the method that is called. verb: a stack
+    that ends the call on this rank. The loader takes over its contents."""
 
     def __init__(
         self, verb: ExitStack, target: Target, progress: ProgressLike, source: Any, opens: Mapping[str, Any],
@@ -230,7 +231,7 @@ class GroupLoader(Loader):
 
         self.target = target
         self._open = partial(open_load, target, progress, source, opens, group, shard)
-        self._verb = verb.pop_all()  # last: until then, the caller ends the call on all ranks after an interrupt
+        self._verb = verb.pop_all()  # last: after an interrupt before this, the caller ends the call on all ranks
 
     def load_all(self) -> dict[str, Any]:
         with self._open() as load:
@@ -280,7 +281,7 @@ class GroupLoader(Loader):
 
 
 class BasedLoader(Loader):
-    """Loads a base and applies deltas to it. load: loads the base, unless it is tensors. rest: see `load_on`."""
+    """Loads a base and applies deltas to it. load: loads the base, unless it is in memory. rest: see `load_on`."""
 
     def __init__(self, load: Callable[[], Loader], *rest: Any) -> None:
         self._load, self._rest, self._has_model = load, rest, False

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from .saving import Report, Saving
 
-# The maximum number of names in each list of an error message.
+# The most names in each list of an error message.
 _MOST_NAMES = 8
 
 
@@ -45,21 +45,22 @@ def load_model(
 
     A tensor of the module that is dense and has the file's dtype is filled in place, on the host or on a GPU, so there
     is no second copy of the model. Other tensors are loaded separately and copied (cast) one by one; tensors on the
-    meta device are replaced. Tied tensors are loaded once. If other tensors overlap, the last one in the state dict
-    wins. Each rank loads its own part of a DTensor (FSDP2, tensor parallelism). A module's extra state is passed to
-    its `set_extra_state` if it is a tensor. Otherwise it stays unchanged, because files store only tensors. Other
-    entries of the state dict that are not tensors raise NotSupportedError, even with strict=False.
+    meta device are replaced. Tied tensors are loaded once. If tensors that are not tied overlap, the last one in the
+    state dict wins. Each rank loads its own part of a DTensor (FSDP2, tensor parallelism). A module's extra state is
+    passed to its `set_extra_state` if it is a tensor. Otherwise it stays unchanged, because files store only tensors.
+    Other entries of the state dict that are not tensors raise NotSupportedError, even with strict=False.
 
-    device: the device to load to; None: the device of each tensor, and the host for meta tensors. Tensors on another
-        device are copied to it.
-    strict: raise if tensors are missing in the file, or unexpected in it.
-    options: those of `ModuleOptions`: progress, mmap, storage_options, lenient, group, shard, as for `load_file`,
+    device: the device to load to, by default the device of each tensor, and the host for meta tensors. Tensors of the
+        module that are on another device are filled by a copy.
+    strict: whether to raise an error if tensors are missing in the file, or unexpected there.
+    options: the options of `ModuleOptions`: progress, mmap, storage_options, lenient, group, shard, as for `load_file`,
         and max_memory. With shard, a tensor of the module has the shape of this rank's block.
-    max_memory: the most bytes, on all devices together, for tensors that are not filled in place: copies, and
-        tensors that replace meta tensors. With group, if the ranks do not map each other's memory
-        (`OVERWIRE_EXCHANGE`), the limit applies to all tensors, because all are loaded in parts and copied.
+    max_memory: the most bytes, on all devices together, for tensors that are not filled in place: copies, and tensors
+        that replace meta tensors. With group, if the ranks do not map each other's memory (`OVERWIRE_EXCHANGE`), the
+        limit applies to all tensors, because all of them are loaded in parts and copied.
 
-    Returns (missing, unexpected) names, like safetensors.torch.load_model. Names tied to a loaded one are in neither.
+    Returns (missing, unexpected) names, like safetensors.torch.load_model. A name that is tied to a loaded name is in
+    neither list.
 
     Raises, before it changes or allocates anything: ModelMismatchError for different names or shapes; NotSupportedError
     for tensors without memory of their own (sparse, nested, FakeTensors, wrappers of other tensors), and if the state
@@ -216,7 +217,7 @@ def _match_names(
 
 
 def _list_few(parts: list[str], between: str) -> str:
-    """Returns as many parts as fit into a message, and how many more there are."""
+    """Returns the parts that fit into a message, and the number of the others, as text."""
     more = f" and {len(parts) - _MOST_NAMES:,} more" if len(parts) > _MOST_NAMES else ""
     return between.join(parts[:_MOST_NAMES]) + more
 
@@ -259,10 +260,10 @@ def save_model(
     wait: bool = True,
     **options: Any,
 ) -> Report | Saving:
-    """Saves a torch module's parameters and persistent buffers by name. Extra states (names that end in
-    `_extra_state`) are saved if they are tensors; `Report.left` names the others, which are left out. Any other entry
-    of the state dict that is not a tensor raises NotSupportedError, because it may contain weights, as in torch's
-    quantised modules.
+    """Saves a torch module's parameters and persistent buffers by name. Extra states (names that end in `_extra_state`)
+    are saved if they are tensors. Other extra states are left out, and `Report.left` lists them. Any other entry of the
+    state dict that is not a tensor raises NotSupportedError, because it may contain weights, as in torch's quantised
+    modules.
 
     Tied tensors are stored once. A compressed file has all their names. A plain file (compress=False) has only the
     first name, and {dropped name: kept name} in its metadata, like safetensors.torch.save_model.

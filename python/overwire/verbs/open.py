@@ -37,23 +37,23 @@ class safe_open(_engine.HandleOwner, Generic[T]):
     """Opens plain or compressed safetensors files for reading by name.
 
     source: as for `load_file`: a path, a folder, an index.json, a list of paths, an open file.
-    framework: "pt", "np" or "bytes"; None: torch if it is installed, else numpy.
+    framework: "pt", "np" or "bytes". By default torch if it is installed, otherwise numpy.
     device: as for `load_file`.
     filename: an alias of source, for programs written for safetensors.
     options: dtype, mmap, lenient, storage_options, as in `LoadOptions`.
 
-    A context manager; you may also call `close`. `file[name]`, `name in file`, `len(file)` and iteration over the
-    sorted names work as in a dict. Tensors belong to the caller and stay valid when the file is closed. Threads may
-    share one object.
+    The object is a context manager. You may also call `close`. `file[name]`, `name in file`, `len(file)` and iteration
+    over the sorted names work as in a dict. Tensors belong to the caller and stay valid when the file is closed.
+    Threads may share one object.
 
-    If a program requests tensors in the order of their bytes or of their names, the next ones are loaded in advance: on
-    the host up to 256 MiB, on a GPU up to 2 GiB or an eighth of its free memory. This also works for slices, if tensors
-    with names that differ only in numbers are sliced in the same way.
+    If a program requests tensors in the order of their bytes or of their names, the next tensors are loaded in advance:
+    on the host up to 256 MiB, on a GPU up to 2 GiB or an eighth of its free memory. This also works for slices, if
+    tensors with names that differ only in numbers are sliced in the same way.
 
-    The engine cannot run in a forked child. There, local files are read without it, even if they were opened before the
-    fork; see `load_file`.
+    The engine cannot run in a forked child. There, local files are read without the engine, even if they were opened
+    before the fork; see `load_file`.
 
-    Raises the errors of `load_file`, and ArgumentError when it is closed.
+    Raises the errors of `load_file`, and ArgumentError after `close`.
     """
 
     __module__ = "overwire"
@@ -89,7 +89,7 @@ class safe_open(_engine.HandleOwner, Generic[T]):
         self._frame, self._dtype = loader.target.frame, loader.target.dtype
         self._ahead = ReadAhead(self._frame)
         self._uri = loader.model.uris[0]
-        self._loader: Loader | None = loader  # set last: `close` needs the others
+        self._loader: Loader | None = loader  # set last, because `close` needs the other attributes
 
     def __enter__(self) -> safe_open[T]:
         self._live_model()
@@ -150,7 +150,7 @@ class safe_open(_engine.HandleOwner, Generic[T]):
 
     @contextlib.contextmanager
     def _open_loader(self) -> Iterator[Loader]:
-        """Yields the loader for one read. If another thread closes it during the read, the error says so."""
+        """Yields the loader for one read. If another thread closes this object during the read, the error says so."""
         try:
             yield self._live_loader()
         except ArgumentError:
@@ -180,8 +180,8 @@ class safe_open(_engine.HandleOwner, Generic[T]):
         return self.get_tensor(name)
 
     def metadata(self) -> dict[str, str] | None:
-        """Returns the `__metadata__` of the file, without overwire's own entry; None if the file has none. For several
-        files, returns the entries of all; if several have a key, the first file's value."""
+        """Returns the `__metadata__` of the file, without overwire's own entry, or None if the file has none. For
+        several files, returns the entries of all files; if several files have a key, the value of the first file."""
         metadata: dict[str, str] | None = None
         for source in self._live_model().info():
             entries = source.get("metadata")
@@ -195,7 +195,7 @@ class safe_open(_engine.HandleOwner, Generic[T]):
             return cast("T", loader.read_tensor(loader.model.place(name), self._dtype, self._ahead))
 
     def get_tensors(self, names: Iterable[str] | None = None) -> dict[str, T]:
-        """Loads several tensors together, in the order of names; None: all of them."""
+        """Loads several tensors together, in the order of `names`, by default all tensors."""
         with self._open_loader() as loader:
             return loader.model.load(loader.model.choose(names, None), self._frame, self._dtype, None)
 
@@ -209,16 +209,16 @@ class safe_open(_engine.HandleOwner, Generic[T]):
         """Loads tensors, or blocks of them, into existing torch tensors.
 
         targets: triples of name, block and destination. block: ranges (lo, hi) of the first one or two dimensions;
-            None: the whole tensor. A plain file is only read at the block's bytes, a compressed file only at its
-            chunks. destination: has the block's shape. If it is contiguous and has the file's dtype, it is filled in
-            place, on the host or on a GPU. Otherwise the block is loaded separately and copied, with a cast.
-            Destinations may be on several devices. If they overlap, the last one wins. For a DTensor, this rank's part
-            is loaded.
+            None: the whole tensor. Of a plain file, only the block's bytes are read; of a compressed file, only the
+            block's chunks. destination: a tensor with the block's shape. If it is contiguous and has the file's dtype,
+            it is filled in place, on the host or on a GPU. Otherwise the block is loaded separately and copied, with a
+            cast. Destinations may be on several devices. If they overlap, the last one wins. For a DTensor, this rank's
+            part is loaded.
         max_memory: the most bytes of blocks that are loaded separately. Tensors that were read in advance are freed.
         progress: as for `load_file`.
 
-        All are loaded in one pass. Do not use the destinations before this returns. Afterwards work on torch's current
-        stream may use them.
+        All blocks are loaded in one pass. Do not use the destinations before the call returns. Afterwards, work on
+        torch's current stream may use them.
 
         Raises, before it reads or changes anything: TensorNotFoundError; ArgumentError for blocks and shapes that do
         not fit, for memory that was freed (`sleep`) and for elements that share memory; NotSupportedError for tensors
@@ -245,10 +245,10 @@ spell_out(safe_open.__init__, OpenOptions, owner=safe_open)
 
 
 class TensorSlice(Generic[T]):
-    """A tensor of an open file, which reads the elements that you index.
+    """A tensor of an open file. Indexing it reads the indexed elements.
 
     Indices are ints, slices with any step, Ellipsis and None, as in numpy: `s[3]`, `s[:, ::2]`, `s[..., -1]`,
-    `s[5:2:-1, None]`. Lists and masks are not supported. It reads the smallest block of dimensions 0 and 1 that
+    `s[5:2:-1, None]`. Lists and masks are not supported. Indexing reads the smallest block of dimensions 0 and 1 that
     contains the result. The result is a new tensor with only its own bytes.
     """
 

@@ -1,4 +1,4 @@
-"""Keeps models in pinned host memory, and frees what the engine has cached or keeps open."""
+"""Keeps models in pinned host memory, and frees the memory and files that the engine caches or keeps open."""
 
 from __future__ import annotations
 
@@ -37,8 +37,9 @@ if TYPE_CHECKING:
 def empty_cache() -> None:
     """Frees memory that the engine has cached for later calls: about 112 MiB for each GPU that was used, at most
     128 MiB of small tensors that were dropped, and the pinned memory of the last `sleep` of each GPU, or of its last
-    save with wait=False. It first waits for the work that uses this memory. The memory of running loads, of tensors
-    and of pinned models is not freed. The next load to a GPU allocates its memory again, which takes about 50 ms.
+    save with wait=False. The call first waits for the work that uses this memory. The memory of running loads, of
+    tensors and of pinned models is not freed. The next load to a GPU allocates its memory again, which takes about 50
+    ms.
 
     Does nothing if no GPU was used. Raises DeviceError for a lost device.
     """
@@ -47,17 +48,18 @@ def empty_cache() -> None:
 
 def quiesce(*, timeout: float | None = None) -> None:
     """Frees everything that the engine holds outside the process's own memory, for example before CRIU writes a
-    snapshot of the process: GPU memory, registered host memory, connections and open files. Also frees all
-    that `empty_cache` frees, and drops preloads. It first waits for running calls and background saves.
+    snapshot of the process: GPU memory, registered host memory, connections and open files. Also frees the memory that
+    `empty_cache` frees, and drops preloads. The call first waits for running calls and background saves.
 
     timeout: seconds after which DeadlineError is raised; None: never.
 
     Later calls work as before, even in a restored process. The next load to a GPU allocates its memory again, which
     takes about 50 ms. GPU contexts, and the epoll descriptor and control group files of Go's runtime, stay open.
 
-    Raises DeadlineError if calls still run after the timeout; then only preloads and cached host memory are freed.
-    Raises ArgumentError if the program itself still holds open models (`safe_open`, `pin`, `sleep`) or similar objects;
-    everything else is freed. Also raises DeviceError for a lost device. Does nothing if the engine has not been used.
+    Raises DeadlineError if calls still run after the timeout. In this case only preloads and cached host memory are
+    freed. Raises ArgumentError if the program itself still holds open models (`safe_open`, `pin`, `sleep`) or similar
+    objects. In this case everything else is freed. Also raises DeviceError for a lost device. Does nothing if the
+    engine has not been used.
     """
     end = time_limit(timeout)
     if not is_loaded():
@@ -72,7 +74,8 @@ def quiesce(*, timeout: float | None = None) -> None:
 
 
 class Pinned(HandleOwner):
-    """A model with its stored bytes in host memory; see `pin`. A context manager that ends with `release`.
+    """A model with its stored bytes in host memory; see `pin`. The object is a context manager that ends with
+    `release`.
 
     You can pass it to `load_file`, `stream`, `load_model` and `safe_open` instead of a path. Threads may share it.
     """
@@ -177,13 +180,13 @@ def pin(source: SourceLike, *, device: DeviceLike | None = None, progress: Progr
         with ow.pin("model.safetensors", device="cuda") as pinned:
             weights = pinned.load_file(device="cuda")
 
-    A GPU copies this memory at the full rate of its link, and decodes it. Every checksum is compared in this call, and
-    not again by later loads.
+    A GPU copies the bytes at the full rate of its link, and decodes them. This call compares every checksum, and later
+    loads do not compare them again.
 
     source: as for `load_file`, local or remote. The files may be changed or deleted afterwards.
-    device: a GPU ("cuda", "cuda:1") with which to register the memory now. None: the first load to a GPU registers it
-        for all GPUs, at about 35 GB/s. Until then CUDA is not used, and the memory is not pinned.
-    progress: as for `load_file`, but in bytes of the files.
+    device: a GPU ("cuda", "cuda:1") with which to register the memory now. By default the first load to a GPU registers
+        the memory for all GPUs, at about 35 GB/s. Until then CUDA is not used, and the memory is not pinned.
+    progress: as for `load_file`, but counts bytes of the files.
 
     Returns a `Pinned`. Raises the errors of `load_file`. After an error no memory is kept.
     """

@@ -1,13 +1,14 @@
 """Preloads models: the engine loads them while Python does other things.
 
 A preload starts with a call of `preload`, or when overwire is imported and OVERWIRE_PRELOAD is set (for nyacomp's
-drop-in: PRELOAD_PATH). Loads of the same files join the preload and take its tensors, each once. When such a load ends,
-the other tensors of its files are freed. Tensors of other files are freed when the process exits.
+drop-in: PRELOAD_PATH). Loads of the same files join the preload and take its tensors. Each tensor can be taken once.
+When such a load ends, the remaining tensors of its files are freed. Tensors of other files are freed when the process
+exits.
 
-A load gets the same bytes that it would read itself. It opens its files, and the engine compares each with the
-preloaded file, by device, inode, size and times (objects of stores by ETag or date). If a file was replaced or written
+A load gets the same bytes that it would read itself. It opens its files, and the engine compares each of them with the
+preloaded file, by device, inode, size and times (objects in stores by ETag or date). If a file was replaced or written
 to, or if the load needs other tensors (on another GPU, or read or mapped differently), the preload is dropped with a
-warning in the log. The load then reads the files itself, as it does if the preload has failed.
+warning in the log. The load then reads the files itself. It also does this if the preload has failed.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 
 
 class Preload(HandleOwner):
-    """A running preload, which `preload` begins. Dropping the object does not stop it."""
+    """A running preload, which `preload` begins. Dropping the object does not stop the preload."""
 
     __module__ = "overwire"
 
@@ -61,17 +62,16 @@ class Preload(HandleOwner):
 
     @skip_at_exit
     def __del__(self) -> None:
-        # Frees only the handle: the preload continues. `getattr`: the constructor may have failed.
+        # Frees only the handle, and the preload continues. The attribute is missing if the constructor has failed.
         if (job := getattr(self, "_job", None)) is not None:
             release(job)
 
     def progress(self) -> Progress:
-        """Returns the bytes and numbers of tensors, loaded and in total. The totals are 0 until the files are open."""
+        """Returns the numbers of bytes and tensors, loaded and in total. The totals are 0 until the files are open."""
         return progress_of(self._job)
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Waits at most `timeout` seconds until every tensor is in memory. Returns whether all are. Raises the
-        preload's error."""
+        """Waits at most `timeout` seconds. Returns whether all tensors are in memory. Raises the preload's error."""
         check_wait(timeout)
         has_ended: bool = core().wait(self._job, timeout)
         return has_ended
@@ -91,23 +91,24 @@ def preload(source: SourceLike, *, device: Any = "cpu", storage_options: Storage
     """Starts to load a model in the engine's threads, without the GIL, and returns immediately. torch need not be
     imported.
 
-    source: as for `load_file`, but not an open file; or a bundle's pickle or meta.csv. `load_file`, `stream`,
+    source: as for `load_file`, except an open file; or a bundle's pickle or meta.csv. `load_file`, `stream`,
         `safe_open`, `load_model`, `load_compressed*` and the compat modules use the preload, even if they need only
-        some of its files or name them by another path. `load_file` with group does not.
+        some of its files or name them by another path. `load_file` with group does not use it.
     device: "cpu" (or "host") loads to host memory, without CUDA, for programs that fork. A load to a GPU then copies
-        the tensors. It reads tensors of plain files from the page cache, because these are mapped.
-        "cuda:1" loads to that GPU, for loads to the same GPU. "cuda" is torch's current GPU. Before torch is imported,
-        it is the GPU that LOCAL_RANK, SLURM_LOCALID, OMPI_COMM_WORLD_LOCAL_RANK or MPI_LOCALRANKID names, or the first
-        one if none is set or if CUDA_VISIBLE_DEVICES names a single GPU. Bundles are only preloaded to the host.
+        the tensors. Tensors of plain files are mapped, so it copies them from the page cache. "cuda:1" loads to that
+        GPU, for loads to the same GPU. "cuda" is torch's current GPU. Before torch is imported, it is the GPU that
+        LOCAL_RANK, SLURM_LOCALID, OMPI_COMM_WORLD_LOCAL_RANK or MPI_LOCALRANKID names, or the first GPU if none of
+        these is set or if CUDA_VISIBLE_DEVICES names a single GPU. Bundles are preloaded only to the host.
     storage_options: as for `load_file`. Only loads with the same options use the preload.
 
-    Each tensor can be taken once; a `safe_open` that needs it again reads it. If a file was saved just before, the
-    preload waits 40 ms (2 s if file times have whole seconds), so that it can notice later changes of the file.
+    Each tensor can be taken once. A `safe_open` that needs a tensor again reads it from the file. If a file was saved
+    just before, the preload waits 40 ms (2 s if file times have whole seconds), so that later changes of the file can
+    be detected.
 
-    Raises NotFoundError; FormatError; NotSupportedError for a pickle or meta.csv that names no container; ArgumentError
-    if the source is neither a file nor a folder. Later errors are raised by `wait`, and loads then read the files
-    themselves. `wait` raises NotSupportedError for an object of a server that reports neither an ETag nor a date,
-    because no load could compare it.
+    Raises NotFoundError, FormatError, NotSupportedError for a pickle or meta.csv that names no container, and
+    ArgumentError if the source is neither a file nor a folder. `wait` raises later errors, and loads then read the
+    files themselves. `wait` raises NotSupportedError for an object of a server that reports neither an ETag nor a date,
+    because no load could compare the object.
     """
     target = _device_of(device)
     if hasattr(source, "read"):
@@ -141,7 +142,7 @@ def _refuse_other_kinds(path: str) -> None:
         raise FormatError(f"overwire: preload {path}: not a safetensors, overwire or tensorizer file", source=path)
 
 
-# Variables with the number of this process on its machine.
+# The variables with the number of this process on its machine.
 _RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
 
 
@@ -169,7 +170,7 @@ def _local_rank() -> int:
 
 def _is_child() -> bool:
     """Returns whether multiprocessing has started this process, as a worker that imports the program again or as the
-    server that forks workers. Each of them would preload the whole model."""
+    server that forks workers. Each such process would preload the whole model."""
     if any(arg == "--multiprocessing-fork" or "from multiprocessing.forkserver import" in arg for arg in sys.orig_argv):
         return True
     process = sys.modules.get("multiprocessing.process")
@@ -180,7 +181,7 @@ def _is_child() -> bool:
 
 def honour_nyacomp() -> None:
     """Turns nyacomp's variables into settings when its drop-in is imported, and starts the preload of PRELOAD_PATH
-    unless OVERWIRE_PRELOAD is set. If the engine has started already, a warning names the variables that have no
+    unless OVERWIRE_PRELOAD is set. If the engine has already started, a warning names the variables that have no
     effect."""
     adopt_nyacomp()
     late = sorted(name for name in SETTINGS if not name.startswith("OVERWIRE_") and os.environ.get(name))
@@ -192,13 +193,13 @@ def honour_nyacomp() -> None:
 
 
 def start_from_environment(name: str = "OVERWIRE_PRELOAD") -> None:
-    """Starts the preload of the variable `name` when overwire is imported. Never raises: a wrong path logs a warning
-    here, and the load raises the error.
+    """Starts the preload that the variable `name` asks for, when overwire is imported. Never raises an error. If the
+    path is wrong, a warning is logged here, and the load raises the error.
 
-    Ranks of torchrun preload; processes that multiprocessing starts do not. vLLM's first process does not either: it
-    forks a child that loads the model, and the engine cannot run there once it has started in the parent. With
-    VLLM_ENABLE_V1_MULTIPROCESSING=0 that process loads the model itself, and preloads. OVERWIRE_NO_PRELOAD turns
-    preloads off.
+    Ranks of torchrun preload, but processes that multiprocessing starts do not. vLLM's first process also does not
+    preload, because it forks a child that loads the model, and the engine cannot run in the child if it has started in
+    the parent. With VLLM_ENABLE_V1_MULTIPROCESSING=0, the first process loads the model itself, and preloads.
+    OVERWIRE_NO_PRELOAD turns preloads off.
     """
     is_launcher = "vllm.plugins" in sys.modules and os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING", "1") != "0"
     if truth("OVERWIRE_NO_PRELOAD") or _is_child() or is_launcher:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from .._requests import SaveRequest
 
-#: Name endings of other formats. Programs would not recognise a safetensors file with such a name.
+#: The name endings of other formats. Programs would not recognise a safetensors file with such a name.
 _OTHERS = (".bin", ".ckpt", ".gguf", ".h5", ".npz", ".onnx", ".pkl", ".pt", ".pth")
 
 
@@ -60,29 +60,29 @@ def save_file(
     """Saves torch tensors, numpy arrays and `TensorSpec`s by name.
 
     path: the file to write. A path that ends in .tensors makes a tensorizer file. The file is replaced atomically: if
-        the save is interrupted, readers find the old file or the new one. A set of shards is replaced in one step, by
-        its index. Objects (s3://bucket/key, redis://host:port/key, rediss:// with TLS) are streamed in bounded memory,
-        without a local file, and appear when they are complete. A replaced file keeps its mode, owner and POSIX ACL,
-        and symbolic links are followed. A new file gets the mode of the model that it replaces, or the default of the
-        umask. If the folder has an index of shards with the same name (model.safetensors.index.json), a single file is
-        refused, because the folder would still load the old model; with max_shard_size the shards are replaced.
+        the save is interrupted, readers find the old or the new file. A set of shards is replaced in one step, when its
+        index is replaced. Objects (s3://bucket/key, redis://host:port/key, rediss:// with TLS) are streamed in bounded
+        memory, without a local file, and appear when they are complete. A replaced file keeps its mode, owner and POSIX
+        ACL, and symbolic links are followed. A new file gets the mode of the model that it replaces, or the default
+        mode of the umask. If the folder has an index of shards with the same name (model.safetensors.index.json), a
+        single file is refused, because the folder would still load the old model; with max_shard_size the shards are
+        replaced.
     filename: an alias of path, for programs written for safetensors.
-    metadata: texts for `__metadata__`; some loaders require {"format": "pt"}.
+    metadata: strings for `__metadata__`. Some loaders require {"format": "pt"}.
     options: see `SaveOptions`.
-    wait: False returns a `Saving` as soon as the tensors may change again. All contents of the files are then in host
-        memory, and are written from there while the program continues (see docs/saving.md). Another save to the same
-        path first waits for this one. progress is also called from another thread.
+    wait: False returns a `Saving` as soon as the tensors may change again. At that time, the contents of the files are
+        in host memory. They are written from there while the program continues (see docs/saving.md). Another save to
+        the same path first waits for this save. progress is also called from another thread.
 
-    Do not change the tensors before this returns: they are read in place. Tensors that are not dense are first copied
-    to the host. A GPU encodes its own tensors, in up to 0.4 GB of its memory, and copies only the result to the host.
-    The host encodes tensors of less than 32 MiB, tensors that do not begin at a multiple of 16 bytes, all tensors with
-    level="smaller" or in a .tensors file, and those for which the GPU lacks memory.
-    With compression, tied tensors are stored once. Only values are stored, not strides, gradients or subclasses (see
-    `save_bundle`).
+    Do not change the tensors before the call returns, because they are read in place. Tensors that are not dense are
+    first copied to the host. A GPU encodes its own tensors, in up to 0.4 GB of its memory, and copies only the result
+    to the host. The host encodes tensors of less than 32 MiB, tensors that do not begin at a multiple of 16 bytes, all
+    tensors with level="smaller" or in a .tensors file, and tensors for which the GPU lacks memory. With compression,
+    tied tensors are stored once. Only values are stored, not strides, gradients or subclasses (see `save_bundle`).
 
-    Raises ArgumentError; NotSupportedError for types that safetensors lacks; AccessError; IOFailure, for example for a
-    full disk; OutOfMemoryError for max_memory; and the error of an earlier save to this path with wait=False, if
-    `Saving.wait` has not raised it.
+    Raises ArgumentError, NotSupportedError for types that safetensors lacks, AccessError, IOFailure, for example for a
+    full disk, OutOfMemoryError for max_memory, and the error of an earlier save to this path with wait=False, unless
+    `Saving.wait` has raised it.
     """
     check_options("save_file", options, SaveOptions)
     path = named("save_file", path, filename, "path")
@@ -114,7 +114,7 @@ spell_out(save_file, SaveOptions)
 
 
 def describe_named(name: str, tensor: Any) -> Bytes:
-    """Describes the bytes of a tensor that are saved. Errors name the tensor."""
+    """Describes the bytes to save for a tensor. Errors name the tensor."""
     try:
         if isinstance(tensor, (TensorSpec, JoinedTensor)):
             return tensor.describe()
@@ -142,7 +142,7 @@ def save_bytes(
     end: float | None = None,
     **how: Any,
 ) -> Report:
-    """Saves tensors that are already described. end: from `jobs.time_limit`. how: see `_start_job`."""
+    """Saves tensors that are already described. end: the result of `jobs.time_limit`. how: see `_start_job`."""
     with _start_job(described, local(path), metadata, end=end, **how) as job:
         return Report.of(job.finish())
 
@@ -159,7 +159,7 @@ def stage_bytes(
     max_memory: int | str | None = None,
     **how: Any,
 ) -> Saving:
-    """Works like `save_bytes`, but in the background; the tensors may change when it returns. then, undo, over: see
+    """Saves in the background, like `save_bytes`. The tensors may change when the call returns. then, undo, over: see
     `saving.After`. key: see `saving.begin`."""
 
     def start_save() -> Job:
@@ -187,8 +187,8 @@ def _start_job(
     background: bool = False,
     max_memory: int = 0,
 ) -> Job:
-    # like: a local file. A new file gets its mode, owner and ACL. beside: an index of shards with the same name may
-    # stay.
+    # like: a local file whose mode, owner and ACL a new file gets. beside: whether an index of shards with the same
+    # name may stay.
     check_values(level=level)
     watcher = watch(progress, "save")
     spec: SaveRequest = {"path": path}
@@ -215,8 +215,8 @@ def _start_job(
 
 
 def bytes_of_plain(described: list[tuple[str, Bytes]], metadata: Mapping[str, str] | None) -> bytes:
-    """Returns a plain safetensors file as bytes, for tensors in host memory. Raises ArgumentError, as `save_file` does,
-    and MemoryError."""
+    """Returns a plain safetensors file as bytes, for tensors in host memory. Raises ArgumentError like `save_file`, and
+    MemoryError."""
     spec: SaveRequest = {"path": "<bytes>"}
     if metadata is not None:
         spec["metadata"] = notes_of(metadata)

@@ -32,19 +32,19 @@ class Report:
         memory) and "publish" (names of the files).
     compressed, aliases: the number of tensors stored compressed, and of tensors stored as a reference to another's
         bytes (tied or identical).
-    files: absolute paths, or URIs, in the order written, an index.json last.
+    files: absolute paths, or URIs, in the order in which they were written, an index.json last.
     copied: files next to the weights of a converted folder, which were copied unchanged.
-    left: files of a converted folder that were not copied: weights that are not the model's (of 64 MiB and more, if
-        they are not safetensors), hidden files, and links that lead out of the folder, except to the blobs of its
-        Hugging Face cache. Also objects in a torch.save file that are not tensors, and `save_model`'s extra states
-        that are not tensors.
-    originals: for `convert`, the SHA-256 (hex) of each plain file, by file name. For a compressed file this is the
-        SHA-256 that it records of its source; for a restored plain file, that of the file itself. "" if the source came
-        over a network or was not hashed (`sha256=False`), or if the compressed file records none.
+    left: files of a converted folder that were not copied: weights that do not belong to the model (if they are not
+        safetensors, only files of 64 MiB and more), hidden files, and links that lead out of the folder, except to the
+        blobs of its Hugging Face cache. Also lists objects in a torch.save file that are not tensors, and
+        `save_model`'s extra states that are not tensors.
+    originals: for `convert`, the SHA-256 (hex) of each plain file, by file name. For a compressed file, this is the
+        hash of its source, which it stores; for a restored plain file, the hash of the file itself. It is "" if the
+        source came over a network or was not hashed (`sha256=False`), or if the compressed file stores no hash.
     on_gpu: the part of bytes_in that was encoded on the tensors' GPU. The host encodes the rest.
     staged: with wait=False, the seconds until the caller may change the tensors; otherwise 0.
-    anew: plain files made from compressed ones without a stored original. Their tensors are the same, but the header
-        is new.
+    anew: plain files made from compressed files that cannot restore the original file. The tensors are the same, but
+        the header is new.
     """
 
     __module__ = "overwire"
@@ -112,11 +112,11 @@ class After(NamedTuple):
 
 
 class Saving(HandleOwner, Saver):
-    """A save that writes its files in the background; see `save_file(wait=False)`. You may already change the tensors.
-    Threads may share it.
+    """A save that writes its files in the background; see `save_file(wait=False)`. The tensors may already change.
+    Threads may share this object.
 
     All files appear atomically when they are complete. An error is logged, and raised by `wait` or by the next save to
-    the path. When the interpreter exits, it first finishes the save. If a save is cancelled or killed, the old files
+    the path. When the interpreter exits, it first waits for the save. If a save is cancelled or killed, the old files
     stay.
     """
 
@@ -124,7 +124,7 @@ class Saving(HandleOwner, Saver):
 
     def __init__(self, paths: list[str], is_sharded: bool) -> None:
         super().__init__(paths, is_sharded)
-        #: The path or URI that it saves to.
+        #: The path or URI to which the tensors are saved.
         self.path = paths[0]
         self._job: Job | None = None
         self._ended = threading.Event()
@@ -145,8 +145,8 @@ class Saving(HandleOwner, Saver):
         return shown(self.path)
 
     def done(self) -> bool:
-        """Returns whether the save has ended, with or without an error. Raises ForkedError in a forked child, if it was
-        running when the process forked."""
+        """Returns whether the save has ended, with or without an error. Raises ForkedError in a forked child, if the
+        save was running when the process forked."""
         self._refuse_child("done")
         return self._ended.is_set()
 
@@ -170,7 +170,7 @@ class Saving(HandleOwner, Saver):
         return report
 
     def cancel(self) -> bool:
-        """Stops the save unless it is complete, and waits for its end. Returns whether it was stopped. In that case
+        """Stops the save unless it is complete, and waits for its end. Returns whether the save was stopped. If so,
         `wait` raises CancelledError, and the old files are unchanged."""
         self._refuse_child("cancel")
         with _lock:
@@ -185,7 +185,7 @@ class Saving(HandleOwner, Saver):
         return isinstance(self._error, CancelledError)
 
     def progress(self) -> Progress:
-        """Returns the bytes and numbers of tensors, written and in total. Raises ForkedError in a forked child, if the
+        """Returns the numbers of bytes and tensors, written and in total. Raises ForkedError in a forked child, if the
         save was running when the process forked."""
         self._refuse_child("progress")
         if not self._ended.is_set() and self._job is not None:
@@ -195,7 +195,7 @@ class Saving(HandleOwner, Saver):
 
     @property
     def report(self) -> Report | None:
-        """The report; None until the save is complete, and after an error."""
+        """The report, or None until the save is complete and after an error."""
         if self._left and self._report is not None:
             self._report, self._left = replace(self._report, left=self._left), ()
         return self._report
@@ -205,7 +205,7 @@ class Saving(HandleOwner, Saver):
             refuse_child(f"overwire: Saving.{what}: the save runs in")
 
     def _run_saving(self, after: After) -> None:
-        # Runs in its own thread.
+        # Runs in a thread of its own.
         assert self._job is not None
         self._thread = threading.get_ident()
         failure = keep_error()
@@ -250,8 +250,8 @@ def begin(
     path: str, start: Callable[[], Job], after: After, *, key: str | None = None, is_sharded: bool = False
 ) -> Saving:
     """Starts a save in the background when earlier saves to the same path have ended. Returns when the tensors may
-    change. start: starts the job. key: the path of the bundle or checkpoint that path belongs to. is_sharded: path
-    names a set of shards."""
+    change. start: starts the job. key: the path of the bundle or checkpoint to which `path` belongs. is_sharded:
+    whether `path` names a set of shards."""
     saving = Saving([key, path] if key else [path], is_sharded)
     with tell_error(saving._end_unstarted, after):
         saving.claim_paths()

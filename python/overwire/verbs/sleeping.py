@@ -47,9 +47,9 @@ class _Sleeper(NamedTuple):
 
 
 class Asleep(HandleOwner):
-    """Tensors that sleep; see `sleep`. A context manager that ends with `wake` and `close`.
+    """Tensors that sleep; see `sleep`. The object is a context manager that ends with `wake` and `close`.
 
-    Threads may share it. Only one call runs at a time, and the others wait for it.
+    Threads may share it. Only one call runs at a time, and other calls wait for it.
     """
 
     __module__ = "overwire"
@@ -57,11 +57,12 @@ class Asleep(HandleOwner):
     def __init__(self) -> None:
         #: Bytes of the tensors. Shared memory is counted once.
         self.nbytes: int = 0
-        #: Bytes of host memory that they take; 0 once it is freed.
+        #: Bytes of host memory that the sleeping tensors take, or 0 after this memory was freed.
         self.stored: int = 0
-        #: Bytes that they take in the host store, which other processes share; 0 once they are not used.
+        #: Bytes of the host store that the sleeping tensors take, and other processes share, or 0 when they are not
+        #: used.
         self.shared: int = 0
-        #: Freed bytes of the tensors' own memory.
+        #: The freed bytes of the tensors' own memory.
         self.released: int = 0
         self._models: dict[str, Model] = {}
         self._wakes: dict[str, list[_Sleeper]] = {}
@@ -77,7 +78,7 @@ class Asleep(HandleOwner):
 
         Raises OutOfMemoryError if the tensors' memory cannot be allocated, CorruptError if stored bytes have changed,
         ArgumentError after `close` and in a signal handler that interrupts another call, and the errors of `load_file`.
-        After an error or Ctrl-C the tensors' values are undefined, but the stored bytes stay: call `wake` again.
+        After an error or Ctrl-C the tensors' values are undefined, but `wake` can be called again.
         """
         if not self._wakes:
             return
@@ -121,10 +122,10 @@ class Asleep(HandleOwner):
         self._give_up()
 
     def close(self) -> None:
-        """Frees the host memory. Tensors that still sleep are lost: their freed memory stays empty, and memory that was
-        not freed keeps its values. A second call does nothing. Raises ArgumentError in a signal handler that interrupts
+        """Frees the host memory. Tensors that still sleep are lost: freed memory stays empty, and memory that was not
+        freed keeps its values. A second call does nothing. Raises ArgumentError in a signal handler that interrupts
         `wake`."""
-        if forked():  # a thread of the parent may have had the lock
+        if forked():  # a thread of the parent may have held the lock
             self._give_up()
             return
         with self._one_at_a_time("close", None):
@@ -137,7 +138,7 @@ class Asleep(HandleOwner):
 
     @contextlib.contextmanager
     def _one_at_a_time(self, verb: str, end: float | None) -> Iterator[None]:
-        # A signal handler of the same thread can acquire the lock.
+        # The lock does not stop a signal handler of the same thread.
         if not self._lock.acquire(timeout=-1 if end is None else max(0.0, end - time.monotonic())):
             raise DeadlineError(f"overwire: {verb}: another thread still uses the tensors after the timeout")
         try:
@@ -159,7 +160,7 @@ class Asleep(HandleOwner):
                 raise
             from ..frameworks.torch import give_back
 
-            give_back(device)  # memory that torch only caches must not make this fail
+            give_back(device)  # memory that torch only caches must not cause an error
             with again() as job:
                 result = job.result()
         _, _, _, table, number = result
@@ -172,7 +173,7 @@ class Asleep(HandleOwner):
         self._wakes[device] = [one for one in _distinct_sleepers(stored) if one.nbytes]
 
     def _take_memory(self) -> None:
-        # Allocates all storages, or none after an error.
+        # Allocates all storages. After an error, none is allocated.
         with contextlib.ExitStack() as undo:
             for storage, size in self._storages:
                 if storage.nbytes() != size:
@@ -181,7 +182,7 @@ class Asleep(HandleOwner):
             undo.pop_all()
 
     def _free_memory(self) -> None:
-        # If this is interrupted, the tensors are restored.
+        # After an interrupt, the tensors are restored.
         with after_error(self.wake):
             for storage, size in self._storages:
                 _resize_storage(storage, 0)
@@ -230,32 +231,34 @@ def sleep(
         asleep.wake()  # the same parameters, the same bytes
 
     A GPU encodes its tensors in its own memory, and copies only the result to pinned memory (for bf16 about two thirds
-    of the size). The host encodes its own tensors. The pinned memory is kept for the next sleep, until `empty_cache`.
+    of the size). The host encodes its own tensors. The pinned memory is kept for later sleeps, until `empty_cache`.
 
     tensors: a module, for all its parameters and buffers; or tensors by name, such as parts of a module or optimizer
-        state. Tied tensors and views of other tensors are stored once. If they are on several devices, each device has
-        its own host memory.
-    max_memory: the most host memory that the stored bytes may take ("12GB", int). Their size is estimated beforehand.
+        state. Tied tensors and views of other tensors are stored once. If the tensors are on several devices, each
+        device has its own host memory.
+    max_memory: the most host memory that the stored bytes may take ("12GB", int). Their size is estimated before the
+        sleep.
     to_file: a path or URI where the tensors are also saved. If all tensors are on one device, a local file is made from
-        the stored bytes. In other cases the file is written by `save_file`, and takes as long.
-    host: use the host store (`overwire host`). Tensors that this process has put there with `prepare_sleep(host=True)`
-        are not compressed, and take no memory of this process. Tensors that have changed since are compressed as
-        usual. The store may end while the tensors sleep, and if it fails before, a warning says so and all tensors
-        are compressed. Not with to_file.
-    release: free the tensors' memory. On a GPU it returns to torch's allocator (`torch.cuda.empty_cache()` makes it
-        available to other processes). Memory stays, with its values, if the tensors do not cover it completely or if
-        it does not belong to torch (small loaded tensors, mapped files, shared memory). `Asleep.released` counts the
-        freed bytes. False frees nothing. It is for callers that free or unmap the memory themselves, and map it at the
-        same addresses before `wake`.
+        the stored bytes. In other cases the file is written by `save_file`, and takes as long as such a save.
+    host: whether to use the host store (`overwire host`). Tensors that this process has put there with
+        `prepare_sleep(host=True)` are not compressed, and take no memory of this process. Tensors that have changed
+        since then are compressed as usual. The store may end while the tensors sleep. If it fails before the sleep, a
+        warning says so and all tensors are compressed. Cannot be combined with to_file.
+    release: whether to free the tensors' memory. On a GPU, the memory returns to torch's allocator
+        (`torch.cuda.empty_cache()` makes it available to other processes). Memory stays, with its values, if the
+        tensors do not cover it completely or if it does not belong to torch (small loaded tensors, mapped files, shared
+        memory). `Asleep.released` counts the freed bytes. False frees nothing. This is for callers that free or unmap
+        the memory themselves, and map it at the same addresses before `wake`.
     progress: as for `load_file`.
     timeout: seconds after which the sleep is cancelled and raises DeadlineError.
     storage_options: as for `save_file`, if to_file is a URI.
 
-    Do not use the tensors, or views of them, before `wake`. Their addresses may change, and captured CUDA graphs
-    contain the old ones: use release=False then. Tensors that are not contiguous are first copied on their device.
+    Do not use the tensors, or views of them, before `wake`. The addresses of the tensors may change, but captured CUDA
+    graphs contain the old addresses: use release=False for these. Tensors that are not contiguous are first copied on
+    their device.
 
-    Returns an `Asleep`. Raises OutOfMemoryError for max_memory, for host memory, and for the GPU memory to encode in;
-    ArgumentError; NotSupportedError for dtypes that files lack, and for tensor subclasses made of other tensors;
+    Returns an `Asleep`. Raises OutOfMemoryError for max_memory, for host memory, and for the GPU memory that encoding
+    needs; ArgumentError; NotSupportedError for dtypes that files lack, and for tensor subclasses made of other tensors;
     IOFailure for to_file. After an error or Ctrl-C the tensors are unchanged.
     """
     frame_for("torch")
@@ -279,7 +282,7 @@ def sleep(
     with contextlib.ExitStack() as stack:
         jobs: list[tuple[str, list[_Sleeper], Job, Callable[[], Job]]] = []
         for device, sleepers in groups.items():
-            to_store = sleepers if path else _distinct_sleepers(sleepers)  # a file needs all names
+            to_store = sleepers if path else _distinct_sleepers(sleepers)  # a file contains all names
             if host:
                 to_store = [one for one in to_store if one.nbytes]
             digests = _digests_of([one.dense for one in to_store], end=end) if host else []
@@ -307,13 +310,13 @@ def sleep(
 
 
 class SleepMemory(HandleOwner):
-    """Host memory that is being allocated for sleeps; see `prepare_sleep`. Threads may share it. If it is dropped, the
-    memory stays for the next sleep."""
+    """Host memory that is being allocated for sleeps; see `prepare_sleep`. Threads may share this object. If the object
+    is dropped, the memory stays for the next sleep."""
 
     __module__ = "overwire"
 
     def __init__(self) -> None:
-        #: Bytes that the tensors are expected to take when they sleep, for all GPUs. With host, the tensors' bytes.
+        #: Bytes that the tensors of all GPUs will probably take when they sleep. With host, the tensors' bytes.
         self.nbytes: int = 0
         self._jobs: dict[str, Job] = {}
         self._lock = new_lock()
@@ -328,15 +331,15 @@ class SleepMemory(HandleOwner):
         return all(job.ended(None if end is None else max(0.0, end - time.monotonic())) for job in jobs)
 
     def close(self) -> None:
-        """Ends the preparation and frees the host memory for sleeps of these GPUs, including the memory that earlier
-        sleeps have left. The memory of sleeping tensors is not freed. A second call does nothing."""
+        """Ends the preparation and frees the host memory that is cached for sleeps of these GPUs, including memory from
+        earlier sleeps. The memory of sleeping tensors is not freed. A second call does nothing."""
         with self._lock:
             jobs, self._jobs = self._jobs, {}
         if forked():
             return  # the jobs belong to the parent
         for device, job in jobs.items():
             _verbs.sleep_return(device)
-            job.abandon()  # with host, it reads the tensors until it ends
+            job.abandon()  # with host, the job reads the tensors until it ends
 
     def _add_device(self, device: str, request: PrepareRequest, numbers: bytes) -> None:
         job = Job(_verbs.sleep_prepare(request, numbers), "prepare")
@@ -374,18 +377,19 @@ def prepare_sleep(
         ...
         asleep = ow.sleep(model)
 
-    tensors: as for `sleep`. Their size is estimated from samples, which are read before this returns. Or a number of
-        bytes of host memory ("10GB", int), for `device`.
-    device: the GPU, if `tensors` is a number of bytes; None: torch's current GPU.
+    tensors: as for `sleep`, or a number of bytes of host memory ("10GB", int), for `device`. The compressed size of
+        tensors is estimated from samples, which are read before the call returns.
+    device: the GPU, if `tensors` is a number of bytes. By default torch's current GPU.
     max_memory: as for `sleep`.
-    host: put the tensors into the host store instead, for `sleep(host=True)` in this process. Processes that put the
-        same tensors share them. This compresses them in the background, so do not change them before `SleepMemory.wait`
-        returns. It also works for tensors on the host. `SleepMemory.close`, or dropping the object, ends it.
+    host: whether to put the tensors into the host store instead, for `sleep(host=True)` in this process. Processes that
+        put the same tensors there share them. The tensors are compressed in the background, so do not change them
+        before `SleepMemory.wait` returns. They may also be on the host. `SleepMemory.close`, or dropping the object,
+        ends this work.
 
     One thread works in the background, only while a core of the process is idle, and uses no GPU memory. A sleep that
-    starts before the end uses the memory that is ready, and allocates the rest at full speed. The memory stays until
-    `SleepMemory.close` or `empty_cache`. Repeating the call allocates nothing more. Tensors on the host are ignored,
-    because their sleeps use ordinary memory.
+    starts before the memory is complete uses the part that is ready, and allocates the rest at full speed. The memory
+    stays until `SleepMemory.close` or `empty_cache`. Repeating the call allocates no further memory. Tensors on the
+    host are ignored, because their sleeps use ordinary memory.
 
     Returns a `SleepMemory`, which you need not keep. Raises OutOfMemoryError, for max_memory or host memory, before it
     allocates anything, and the errors of `sleep`.
@@ -413,7 +417,7 @@ def prepare_sleep(
     groups: dict[str, list[_Sleeper]] = {}
     for name, tensor in _collect_tensors(tensors).items():
         place = place_of(tensor)
-        if host or place != "cpu" and (tensor.layout != torch.strided or _fills_extent(tensor)):  # else it is copied
+        if host or place != "cpu" and (tensor.layout != torch.strided or _fills_extent(tensor)):  # others are copied
             groups.setdefault(place, []).append(_describe_sleeper(name, tensor, False))
     for place, sleepers in groups.items():
         if not (to_store := [one for one in _distinct_sleepers(sleepers) if one.nbytes]):
@@ -474,7 +478,7 @@ def _collect_tensors(tensors: Any) -> dict[str, Any]:
 
 
 def _describe_sleeper(name: str, tensor: Any, whole: bool) -> _Sleeper:
-    """Describes a tensor. whole: in its own shape and order, as for a file; otherwise in the order of its memory."""
+    """Describes a tensor. whole: in its own shape and order, as for a file, instead of the order of its memory."""
     from ..frameworks.memory import check_memory
     from ..frameworks.torch import SAVED
 
@@ -506,7 +510,7 @@ def _describe_sleeper(name: str, tensor: Any, whole: bool) -> _Sleeper:
 
 
 def _distinct_sleepers(sleepers: list[_Sleeper]) -> list[_Sleeper]:
-    # Leaves out tensors inside the memory of another.
+    # Leaves out tensors that are inside the memory of another tensor.
     low = [int(one.tensor.data_ptr()) if one.nbytes else 0 for one in sleepers]
     end, sleepers_once = 0, []
     for at in sorted(range(len(sleepers)), key=lambda at: (low[at], -sleepers[at].nbytes, at)):
@@ -520,7 +524,7 @@ def _distinct_sleepers(sleepers: list[_Sleeper]) -> list[_Sleeper]:
 
 
 def _free_storages(groups: Mapping[str, list[_Sleeper]]) -> list[tuple[Any, int]]:
-    """Returns the storages that the tensors cover completely and that torch can free, and their sizes."""
+    """Returns the storages that the tensors cover completely and that torch can free, with their sizes."""
     spans: dict[int, tuple[Any, list[tuple[int, int]]]] = {}
     for sleepers in groups.values():
         for one in sleepers:
@@ -552,7 +556,7 @@ def _fills_extent(tensor: Any) -> bool:
 
 
 def _without_expansion(tensor: Any, like: Any = None) -> Any:
-    """Returns a tensor with size 1 in the dimensions along which `like` (None: the tensor) was expanded."""
+    """Returns a tensor with size 1 in the dimensions along which `like` (by default the tensor itself) was expanded."""
     like = tensor if like is None else like
     for dim, (stride, count) in enumerate(zip(like.stride(), like.shape, strict=True)):
         if not stride and count > 1:

@@ -1,4 +1,4 @@
-"""Starts the engine for a load before it imports the modules that load, so that both happen at the same time."""
+"""Starts the engine for a load, and imports the modules for loading while the engine starts."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def open_loader(
     verb: str, kind: Any, options: Mapping[str, Any], source: Any, device: Any, framework: Any = None,
     filename: Any = None, check: Callable[[Any], Any] = lambda _: None, parts: bool = False,
 ) -> Loader:  # fmt: skip
-    """Checks the arguments of a call and opens what it loads. With a group, an error is raised on all ranks. Invalid
-    sources and frameworks are refused before the engine is started, so that a program that catches the error can still
-    fork.
+    """Checks the arguments of a call and opens the model that it loads. With a group, an error is raised on all ranks.
+    Invalid sources and frameworks are refused before the engine is started, so that a program that catches the error
+    can still fork.
 
-    verb, kind: the function's name, and the type of its options. check: checks other arguments of the function. It
-        gets the source, and returns the device if `device` is None. parts: see `Model`.
+    verb, kind: the function's name, and the type of its options. check: a function that checks other arguments. It gets
+        the source, and returns the device if `device` is None. parts: see `Model`.
     """
     base, group, shard = options.get("base"), options.get("group"), options.get("shard")
     with ExitStack() as stack:

@@ -17,12 +17,12 @@ from .save import describe_named
 #: The last part of the name of a module's extra state in a state dict.
 EXTRA = "_extra_state"
 
-#: The most bytes of tensors that are loaded from each model at a time; a larger tensor is loaded by itself.
+#: The most tensor bytes that are loaded from each model at a time. A larger tensor is loaded by itself.
 BATCH = 1 << 30
 
 
 class ModelSide:
-    """One of the two models: tensors in memory, or a path or URI, which is closed at the end of the `with`."""
+    """One of the two models: tensors in memory, or a file or folder, which is closed at the end of the `with` block."""
 
     def __init__(self, model: Any, what: str, options: StorageOptions | None) -> None:
         self._opened: Model | None = None
@@ -43,7 +43,7 @@ class ModelSide:
             self._opened.close()
 
     def take(self, names: list[str]) -> dict[str, Any]:
-        """Returns tensors by name, and loads them if they are in a file."""
+        """Returns tensors by name. Loads them if they are in a file."""
         if self._opened is None:
             return {name: self._tensors[name] for name in names}
         return self._opened.load([self._opened.places[name] for name in names], frame_for(None), None, None)
@@ -134,7 +134,7 @@ def pair(name: str, new: Any, base: Any) -> tuple[Bytes, Bytes]:
 
 
 def settle_devices(devices: Iterable[int]) -> None:
-    """Waits for the work that is queued on the current stream of each GPU. Devices are numbered from 1; 0 is the host.
+    """Waits for the work that is queued on the current stream of each GPU. GPUs are numbered from 1, and 0 is the host.
     """
     for cuda in set(devices) - {0}:
         from ..frameworks.torch import await_stream
@@ -143,8 +143,8 @@ def settle_devices(devices: Iterable[int]) -> None:
 
 
 def place_tensor(name: str, tensor: Any) -> tuple[Bytes, bool]:
-    """Returns the memory in which a tensor is changed, and whether that is a copy of it. Raises if the tensor cannot be
-    written to."""
+    """Returns the memory in which a tensor is changed, and whether it is a copy. Raises an error if this is not
+    possible."""
     at = describe_named(name, tensor)
     frame = frame_of(tensor).name
     if frame == "numpy":
@@ -192,7 +192,7 @@ def _write_copy(tensor: Any, copy: Any) -> None:
 
 
 def write_back(copies: list[tuple[str, Any, Any]]) -> None:
-    """Copies all copies back to their tensors: (name, tensor, copy). Ctrl-C is raised at the end."""
+    """Copies all copies back to their tensors. copies: triples (name, tensor, copy). Ctrl-C is raised at the end."""
     interrupt: KeyboardInterrupt | None = None
     devices: set[int] = set()
     for at, (name, tensor, copy) in enumerate(copies):

@@ -57,18 +57,18 @@ def stream(
 ) -> Iterator[tuple[str, Any]]:
     """Yields (name, tensor) in the order of arrival. Arguments and tensors are those of `load_file`, except:
 
-    in_order: yields in the order of `load_file`'s dict instead. Tensors that arrive too early are held back, so some
-        that have arrived may be lost after an error.
-    max_memory: the most bytes of tensors that are being loaded or not yet yielded. The caller frees those that were
-        yielded. The model is loaded in windows of half of that size. A larger tensor raises OutOfMemoryError.
+    in_order: whether to yield in the order of `load_file`'s dict instead. Tensors that arrive too early are held back,
+        so after an error some tensors that have arrived may be lost.
+    max_memory: the most bytes of tensors that are being loaded or not yet yielded. The caller frees yielded tensors.
+        The model is loaded in windows of half this size. A larger tensor raises OutOfMemoryError.
 
     This call opens the file and starts the load. Each tensor is complete when it is yielded. Threads may share the
-    iterator; each gets the next tensor. Ending it early (`break`, `close`, an exception in the loop) cancels the load
-    and frees the other tensors. An error of the load is raised after the tensors that arrived before it. In a forked
-    child, a stream of the parent raises ForkedError.
+    iterator; each thread gets the next tensor. Ending the iteration early (`break`, `close`, an exception in the loop)
+    cancels the load and frees the remaining tensors. An error of the load is raised after the tensors that arrived
+    before it. In a forked child, a stream that the parent began raises ForkedError.
 
-    group, shard: as for `load_file`. All ranks must iterate to the end; if one stops early, the stream ends on all.
-        max_memory is the smallest that any rank has passed. If the ranks map each other's memory
+    group, shard: as for `load_file`. All ranks must iterate to the end. If one rank stops early, the stream ends on all
+        ranks. max_memory is the smallest value that any rank has passed. If the ranks map each other's memory
         (`OVERWIRE_EXCHANGE=mapped`), tensors are yielded as they arrive, otherwise after each GiB.
     """
     with open_loader(

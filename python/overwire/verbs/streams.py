@@ -21,12 +21,13 @@ if TYPE_CHECKING:
 
 
 class Stream(HandleOwner, Iterator[tuple[str, Any]]):
-    """Yields the tensors of `arrivals` by name. Several threads may take from it, one at a time.
+    """Yields the tensors of `arrivals` by name. Several threads may iterate, one at a time.
 
-    order: the numbers of the tensors in the order in which to yield them; None: as they arrive. text: describes them.
+    order: the numbers of the tensors in the order in which to yield them, by default as they arrive. text: a
+    description of the tensors.
 
-    It is not a generator, because a generator that was never started would not run its `finally`, although the load has
-    begun.
+    The class is not a generator, because a generator that was never started would not run its `finally`, but the load
+    has begun.
     """
 
     def __init__(self, arrivals: ModelArrivals | GroupArrivals, order: Iterable[int] | None, text: str) -> None:
@@ -34,7 +35,7 @@ class Stream(HandleOwner, Iterator[tuple[str, Any]]):
         self._order = None if order is None else iter(order)
         self._early: dict[int | None, tuple[str, Callable[[], Any]]] = {}  # tensors that have arrived too early
         self._has_ended = False
-        # A signal handler of the same thread can acquire the lock. `_taking` refuses that.
+        # A signal handler of the same thread can acquire the lock. `_taking` detects this case, which is refused.
         self._lock = new_lock()
         self._taking = False
 
@@ -76,7 +77,8 @@ class Stream(HandleOwner, Iterator[tuple[str, Any]]):
             )
 
     def close(self) -> None:
-        """Ends the stream: cancels the load and frees the rest. Does nothing in a forked child: the parent owns it."""
+        """Ends the stream: cancels the load and frees the remaining tensors. Does nothing in a forked child, because
+        the parent owns the load."""
         if forked():
             return
         if not self._lock.acquire(blocking=False):
@@ -84,7 +86,7 @@ class Stream(HandleOwner, Iterator[tuple[str, Any]]):
             self._lock.acquire()
         try:
             if self._arrivals.collective:
-                self._refuse_within("close")  # the other ranks wait for the step
+                self._refuse_within("close")  # the other ranks wait for this step
             self._end_load()
         finally:
             self._lock.release()
@@ -103,11 +105,11 @@ class Stream(HandleOwner, Iterator[tuple[str, Any]]):
 
 
 class ModelArrivals:
-    """The tensors of a model that this process loads at once, or window by window. It closes the model when the last
-    load has begun.
+    """The tensors of a model that this process loads in one load, or window by window. It is closed when the last load
+    has begun.
 
-    windows: for each window, the positions of its tensors and their bytes; None: a single load of all chosen tensors.
-    The tensors are numbered in this order.
+    windows: for each window, the positions of its tensors and their bytes, or None for a single load of all chosen
+    tensors. The tensors are numbered in this order.
     """
 
     collective = False
@@ -120,8 +122,8 @@ class ModelArrivals:
         self._left = (windows or [])[::-1]
         positions = [at for window, _ in self._left for at in window]
         self._begun = Progress(0, sum(model.table[at][3] for at in positions), 0, len(positions))
-        self._running: list[tuple[Load, int, int]] = []  # at most two, each with its bytes and its first number
-        self._landed: list[tuple[int, Any, int]] = []  # tensors of the first load
+        self._running: list[tuple[Load, int, int]] = []  # at most two loads, each with its bytes and its first number
+        self._landed: list[tuple[int, Any, int]] = []  # the tensors of the first load that have landed
         with after_error(self.close):
             if windows is None:
                 self._begin_load(model.chosen, 0, watcher)
@@ -147,7 +149,7 @@ class ModelArrivals:
         while self._running:
             load, size, first = self._running[0]
             if len(self._running) == 1 and self._left and size + self._left[-1][1] <= self._budget and _is_over(load):
-                self._begin_window()  # not earlier: two loads would share the bandwidth
+                self._begin_window()  # not earlier, because two loads would share the bandwidth
             self._landed = self._landed or load.next()[::-1]
             if self._landed:
                 at, *place = self._landed.pop()
@@ -159,16 +161,16 @@ class ModelArrivals:
         raise StopIteration
 
     def end_waits(self) -> None:
-        """Makes `take_next` return soon in another thread."""
+        """Makes a `take_next` that waits in another thread return soon."""
         for load, *_ in self._running:
             load.job.cancel()
 
     def close(self, error: BaseException | None = None) -> None:
-        """Cancels the load and frees the rest. A second call does nothing. error: the reason."""
+        """Cancels the load and frees the remaining tensors. A second call does nothing. error: the reason."""
         running, self._running, self._left, self._landed = self._running, [], [], []
         for load, *_ in running:
             if load.places:
-                load.job.cancel()  # the engine writes to them until it has stopped
+                load.job.cancel()  # the engine writes to the tensors until it has stopped
             load.job.free()
         self._model.close()
         watcher, self._watcher = self._watcher, None
@@ -177,8 +179,8 @@ class ModelArrivals:
 
 
 def _watch_window(watcher: Watcher, before: Progress) -> Watcher:
-    # Adds the readings of a window to those of the windows before. The function does not refer to the stream, which
-    # would otherwise need the cycle collector.
+    # Adds the readings of a window to those of earlier windows. The result does not refer to the stream, because only
+    # the cycle collector could then free the stream.
     return Watcher(
         lambda now: watcher.update(
             before._replace(bytes=before.bytes + now.bytes, tensors=before.tensors + now.tensors)
@@ -187,7 +189,7 @@ def _watch_window(watcher: Watcher, before: Progress) -> Watcher:
 
 
 def _is_over(load: Load) -> bool:
-    # Whether the load has ended. Its error is raised when its tensors are taken.
+    # Returns whether the load has ended. The load's error is raised when its tensors are taken.
     try:
         return load.job.ended(0.0)
     except OverwireError:
