@@ -104,6 +104,6 @@ func WritePrewritten(ctx context.Context, j *job.Job, src, stem string, contents
 	if !isDir {
 		return w.Write(ctx, files)
 	}
-	c := &conversion{spec: &spec, job: j, stores: open.With(spec.Storage.Options)}
+	c := newConversion(&spec, j, open.With(spec.Storage.Options))
 	return writeFolder(ctx, c, w, nil, []string{src}, to, files, branch{})
 }

@@ -5,6 +5,7 @@ package convert
 
 import (
 	"context"
+	"io/fs"
 	"path/filepath"
 	"slices"
 	"time"
@@ -49,7 +50,7 @@ func Convert(ctx context.Context, j *job.Job, src []string, dst string, spec sav
 		return save.Report{}, err
 	}
 	stores := open.With(spec.Storage.Options)
-	c := &conversion{spec: &spec, job: j, stores: stores}
+	c := newConversion(&spec, j, stores)
 	rep, err := convertAll(ctx, c, src, to)
 	if err != nil {
 		return save.Report{}, errs.Ended(ctx, err)
@@ -102,6 +103,11 @@ type conversion struct {
 	spec   *save.Spec
 	job    *job.Job
 	stores *open.Stores // with the options of spec
+	wrote  *written
+}
+
+func newConversion(spec *save.Spec, j *job.Job, stores *open.Stores) *conversion {
+	return &conversion{spec: spec, job: j, stores: stores, wrote: &written{files: map[string]fs.FileInfo{}}}
 }
 
 // A branch describes the part of a source that is converted next. The zero value is for sources that are not a single

@@ -104,6 +104,7 @@ func writeFolder(ctx context.Context, c *conversion, w *save.Writer, own, from [
 	}
 	if err == nil {
 		rep, err = w.Write(ctx, files)
+		c.wrote.note(rep.Files)
 	}
 	if err != nil && made != "" {
 		_ = os.Remove(made)

@@ -19,6 +19,7 @@ import (
 
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/format"
+	"github.com/overwire/overwire/gosrc/internal/atomicfile"
 	"github.com/overwire/overwire/gosrc/save"
 	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/source/open"
@@ -144,6 +145,50 @@ func TestPartialTree(t *testing.T) {
 	}
 	if !strings.Contains(err.Error(), "written before that") {
 		t.Error(err)
+	}
+}
+
+// renamedFS calls a function after each rename.
+type renamedFS struct {
+	atomicfile.Disk
+	look func(path string)
+}
+
+func (f renamedFS) Rename(from, to string) error {
+	err := f.Disk.Rename(from, to)
+	f.look(to)
+	return err
+}
+
+func (f renamedFS) RenameNew(from, to string) error {
+	err := f.Disk.RenameNew(from, to)
+	f.look(to)
+	return err
+}
+
+// If converting a tree to a new folder fails, all written files are removed, also those of a folder with several
+// models. Files that other programs have put into the folder meanwhile stay, also in place of a written file.
+func TestTreeFails(t *testing.T) {
+	for _, others := range []map[string]string{nil, {"notes.txt": "mine", "unet/config.json": "theirs"}} {
+		dir, _ := pipeline(t)
+		put(t, dir, map[string]string{"vae/model.safetensors": "no weights", "vae/deep/er/x.txt": "words"})
+		dst := filepath.Join(t.TempDir(), "out")
+		isDone := false
+		look := func(path string) {
+			if !isDone && filepath.Base(path) == "model.fp16.safetensors" {
+				isDone = true
+				put(t, dst, others)
+			}
+		}
+		_, err := Convert(bg, nil, []string{dir}, dst, save.Spec{FS: renamedFS{look: look}})
+		if !errors.Is(err, errs.ErrFormat) || strings.Contains(err.Error(), "written before that") || !isDone {
+			t.Error(err, isDone)
+		}
+		if others != nil {
+			sameTree(t, others, tree(t, dst))
+		} else if _, err := os.Stat(dst); !errors.Is(err, fs.ErrNotExist) {
+			t.Error(err, tree(t, dst))
+		}
 	}
 }
 

@@ -5,7 +5,10 @@ package convert
 import (
 	"context"
 	"errors"
+	"io/fs"
 	"os"
+	"path/filepath"
+	"slices"
 	"strings"
 
 	"github.com/overwire/overwire/gosrc/errs"
@@ -19,7 +22,7 @@ import (
 )
 
 // convertTree converts each model below a folder to the same path below the target, and copies the auxiliary files. If
-// a model fails and the target folder is new, the folder is removed.
+// a model fails and the target folder is new, the written files are removed.
 func convertTree(ctx context.Context, c *conversion, folder stored.Folder, to save.Target, branches []format.Branch) (
 	rep save.Report, err error) {
 	undo, err := beginFolder(ctx, c, to, &rep)
@@ -38,6 +41,7 @@ func convertTree(ctx context.Context, c *conversion, folder stored.Folder, to sa
 			if err := atomicfile.MakeFolders(below.Path); err != nil {
 				return rep, atomicfile.Failed(below.Path, -1, err)
 			}
+			c.wrote.folders = append(c.wrote.folders, below.Path)
 		}
 		var one save.Report
 		if b.Weights {
@@ -45,10 +49,13 @@ func convertTree(ctx context.Context, c *conversion, folder stored.Folder, to sa
 		} else {
 			one, err = copyFolder(ctx, c, from, below, in)
 		}
+		rep.Add(one) // after an error, one has the files that are left
 		if err != nil {
+			if part, ok := errors.AsType[*Partial](err); ok {
+				err = part.error // undo lists all files, or removes them
+			}
 			return rep, err
 		}
-		rep.Add(one)
 	}
 	return rep, nil
 }
@@ -68,9 +75,9 @@ func (p *Partial) Error() string {
 // Unwrap returns the cause.
 func (p *Partial) Unwrap() error { return p.error }
 
-// beginFolder creates the target's folder if it is missing. After an error, undo removes the folder if it was created.
-// In a store it removes the files of rep if the folder was empty. Otherwise the files stay, and undo's error lists
-// them.
+// beginFolder creates the target's folder if it is missing. After an error, undo removes what was written to a folder
+// that was created, and the folder unless other programs have put files there. In a store it removes the files of rep
+// if the folder was empty. Otherwise the files stay, and undo's error lists them.
 func beginFolder(ctx context.Context, c *conversion, to save.Target, rep *save.Report) (undo func(error) error,
 	err error) {
 	made, err := makeFolder(to)
@@ -83,10 +90,11 @@ func beginFolder(ctx context.Context, c *conversion, to save.Target, rep *save.R
 		switch {
 		case err == nil:
 		case made == "" && len(rep.Files) > 0:
-			rep.HideUsers()
-			return &Partial{err, rep.Files}
+			shown := save.Report{Files: slices.Clone(rep.Files)}
+			shown.HideUsers()
+			return &Partial{err, shown.Files}
 		case made != "" && !to.Remote:
-			_ = os.RemoveAll(made)
+			c.wrote.removeBelow(filepath.Clean(made))
 		case made != "":
 			for _, uri := range rep.Files {
 				_ = open.Remove(context.WithoutCancel(ctx), uri, c.spec.Storage.Options)
@@ -94,6 +102,37 @@ func beginFolder(ctx context.Context, c *conversion, to save.Target, rep *save.R
 		}
 		return err
 	}, err
+}
+
+// written has what a conversion has written to local folders.
+type written struct {
+	files   map[string]fs.FileInfo
+	folders []string
+}
+
+// note notes files that were just written.
+func (w *written) note(paths []string) {
+	for _, path := range paths {
+		if st, err := os.Lstat(path); err == nil {
+			w.files[path] = st
+		}
+	}
+}
+
+// removeBelow removes the files, except those that other programs have replaced. Then it removes the folders that are
+// empty, up to the folder top.
+func (w *written) removeBelow(top string) {
+	for path, was := range w.files {
+		now, err := os.Lstat(path)
+		if err == nil && os.SameFile(was, now) && was.Size() == now.Size() && was.ModTime().Equal(now.ModTime()) {
+			_ = os.Remove(path)
+		}
+	}
+	for _, path := range append(slices.Clone(w.folders), top) {
+		for len(path) >= len(top) && os.Remove(path) == nil {
+			path = filepath.Dir(path)
+		}
+	}
 }
 
 // convertFolder converts the models directly in a folder. The folder's default model is
@@ -147,6 +186,7 @@ func copyFolder(ctx context.Context, c *conversion, from string, to save.Target,
 	spec := *c.spec
 	spec.Shard = 0
 	rep, err := save.NewWriter(to, &spec, c.job).Write(ctx, files)
+	c.wrote.note(rep.Files)
 	rep.Left = left
 	return rep, err
 }
