@@ -298,6 +298,28 @@ func TestLoad(t *testing.T) {
 	if b, err := os.ReadFile(page); err != nil || !strings.Contains(string(b), "worker ") {
 		t.Errorf("the page of the trace: %v", err)
 	}
+	// A page replaces only a page, and a trace only a trace.
+	must(t, "inspect", trace, "--html", page)
+	must(t, "load", plain, "--device", "cpu", "--trace", trace)
+	config := filepath.Join(filepath.Dir(plain), "config.json")
+	if err := os.WriteFile(config, []byte("{}"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	for _, path := range []string{plain, small, config} {
+		before, err := os.ReadFile(path)
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, argv := range [][]string{{"inspect", small, "--html", path}, {"inspect", trace, "--html", path},
+			{"load", small, "--device", "cpu", "--trace", path}} {
+			var stdout, stderr bytes.Buffer
+			status := Main(t.Context(), nil, argv, &stdout, &stderr, Env{})
+			if after, err := os.ReadFile(path); status != ExitUsage || err != nil || !bytes.Equal(before, after) ||
+				!strings.Contains(stderr.String(), "a file of another kind") {
+				t.Errorf("%q: status %d, %v, %s", argv, status, err, &stderr)
+			}
+		}
+	}
 	none, no := small+"x.json", small+"y.json"
 	if err := os.WriteFile(no, []byte(`{"traceEvents":[]}`), 0o600); err != nil {
 		t.Fatal(err)

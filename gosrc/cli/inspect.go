@@ -72,6 +72,11 @@ func (c *call) inspectFiles() error {
 	case out != "" && len(c.args) == 1 && isTrace(c.args[0]):
 		return c.writeTracePage(c.args[0], out)
 	}
+	if out := c.opts["html"]; out != "" {
+		if err := atomicfile.RefuseOtherKind(out, pageHead); err != nil {
+			return err
+		}
+	}
 	in, err := verify.Inspect(c.ctx, c.args, c.storage)
 	if err != nil {
 		return err
@@ -158,6 +163,9 @@ func isTrace(file string) bool {
 	return strings.HasSuffix(file, ".json") && !strings.HasSuffix(file, modelfiles.IndexSuffix) && !(ok && name.Index)
 }
 
+// pageHead is how a page begins. Only a page is replaced by a page.
+const pageHead = "<!doctype html>"
+
 // maxTrace is the maximum size of a trace that inspect --html reads.
 const maxTrace = 1 << 28
 
@@ -176,7 +184,10 @@ func (c *call) writeTracePage(file, out string) error {
 	if text, err = t.HTML(); err != nil {
 		return err
 	}
-	if err := atomicfile.Write(c.ctx, out, text); err != nil {
+	if err = atomicfile.RefuseOtherKind(out, pageHead); err == nil {
+		err = atomicfile.Write(c.ctx, out, text)
+	}
+	if err != nil {
 		return err
 	}
 	return c.show(map[string]any{"html": out, "spans": t.Spans, "rows": len(t.Rows), "seconds": float64(t.End) / 1e9},

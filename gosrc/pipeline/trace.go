@@ -162,12 +162,18 @@ func laterOf(a, b time.Time) time.Time {
 	return b
 }
 
+// traceHead is how a trace begins.
+const traceHead = `{"traceEvents":[`
+
 // WriteFile writes the trace to a file in Chrome's trace event format, which Perfetto also opens, and replaces an
-// existing file. The host's workers are one process in it, and the device's streams another.
+// existing trace, but no other file. The host's workers are one process in it, and the device's streams another.
 func (t *Trace) WriteFile(path string) error {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	err := atomicfile.With(path, t.writeTrace)
+	err := atomicfile.RefuseOtherKind(path, traceHead)
+	if err == nil {
+		err = atomicfile.With(path, t.writeTrace)
+	}
 	if at, ok := errors.AsType[*errs.At](err); ok {
 		at.Verb = "trace"
 	}
@@ -185,7 +191,7 @@ func (t *Trace) writeTrace(f *os.File) error {
 			zero = s.begin
 		}
 	}
-	comma := `{"traceEvents":[`
+	comma := traceHead
 	event := func(format string, args ...any) {
 		fmt.Fprintf(w, comma+"\n"+format, args...)
 		comma = ","

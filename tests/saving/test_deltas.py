@@ -476,3 +476,26 @@ def test_files_are_compared_in_batches(tmp_path: Path, rng: random.Random, monke
     with pytest.raises(ow.ArgumentError, match="f32"):
         ow.save_delta(now, base | {"f32": base["f32"][:9]}, tmp_path / "d.safetensors")
     assert (tmp_path / "d.safetensors").read_bytes() == whole.read_bytes()
+
+
+def test_a_delta_does_not_replace_its_base(tmp_path: Path) -> None:
+    """A delta is useless without its base, so it is not written over the base's files or set of shards."""
+    base = {name: torch.randn(1000, 100) for name in "ab"}
+    new = {name: tensor + 1 for name, tensor in base.items()}
+    single, link, shards = tmp_path / "one.safetensors", tmp_path / "link.safetensors", tmp_path / "m"
+    shards.mkdir()
+    ow.save_file(base, single)
+    ow.save_file(base, shards / "model.safetensors", max_shard_size="300KB")
+    link.symlink_to(single)
+    files = {path: path.read_bytes() for path in tmp_path.rglob("*.*")}
+    for source, target, most in (
+        (single, single, None),
+        (link, single, None),
+        (single, link, "200KB"),
+        (shards, shards / "model.safetensors", "200KB"),
+        (shards / "model.safetensors.index.json", shards / "model.safetensors", "200KB"),
+    ):
+        with pytest.raises(ow.ArgumentError, match="it is the base"):
+            ow.save_delta(new, source, target, max_shard_size=most)
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*.*")} == files
+    ow.save_delta(single, base, single)  # the base is in memory

@@ -171,6 +171,28 @@ func Write(ctx context.Context, path string, data []byte) error {
 	return Publish(Disk{}, []*Target{t})
 }
 
+// RefuseOtherKind returns an error if a file exists at a path and does not begin with head. Programs that write a page
+// or a log call it, so that a wrong path does not replace a model.
+func RefuseOtherKind(path, head string) error {
+	fd, st, err := regular.Open(path)
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil
+	}
+	b := make([]byte, len(head))
+	if err == nil {
+		defer unix.Close(fd)
+		err = regular.Again(func() error {
+			n, err := unix.Pread(fd, b, 0)
+			b = b[:max(n, 0)]
+			return err
+		})
+	}
+	if err == nil && st.Size > 0 && string(b) != head {
+		err = errs.New(errs.ErrArgument, "a file of another kind is there: remove it, or choose another path")
+	}
+	return Failed(path, -1, err)
+}
+
 // With replaces a file with what fill writes. If fill fails, the old file remains.
 func With(path string, fill func(f *os.File) error) error {
 	t, err := New(Disk{}, path, "", 0)

@@ -271,7 +271,8 @@ def save_delta(
     take no space. The file has the digests of each tensor before and after the change. The whole delta is in host
     memory before it is written.
 
-    Raises ArgumentError for names, dtypes or shapes that differ, and the errors of `save_file`.
+    Raises ArgumentError for names, dtypes or shapes that differ and for a path that is the base, and the errors of
+    `save_file`.
     """
     notes = {} if metadata is None else notes_of(metadata)
     target, most, watcher = local(path), parse_size(max_shard_size), watch(progress, "save")
@@ -281,6 +282,7 @@ def save_delta(
         ModelSide(base, "base", storage_options) as before,
         contextlib.ExitStack() as stack,
     ):
+        before.refuse_target(target)
         same_names(now, before)
         handles: list[int] = []
         seconds = 0.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -10,8 +11,11 @@ from ..errors import ArgumentError, DeviceError, NotSupportedError
 from ..frameworks.choose import frame_for, frame_of
 from ..frameworks.frame import overlaps_itself
 from ..frameworks.views import Bytes
+from ..jobs import shown
 from ..model.opened import Model
 from ..model.storageoptions import StorageOptions
+from ..paths import is_remote, local
+from ..portable.folders import parse_name
 from .save import describe_named
 
 #: The last part of the name of a module's extra state in a state dict.
@@ -26,10 +30,12 @@ class ModelSide:
 
     def __init__(self, model: Any, what: str, options: StorageOptions | None) -> None:
         self._opened: Model | None = None
+        self._path = ""
         self._tensors: dict[str, Any] = {}
         self.sizes: dict[str, int]  # bytes of memory that `take` allocates for each tensor
         if isinstance(model, (str, os.PathLike)):
             self._opened = Model(model, storage_options=options)
+            self._path = local(model)
             self.sizes = {row[0]: row[3] for row in self._opened.table}
         else:
             self._tensors = tensors_of(model, what)
@@ -42,11 +48,35 @@ class ModelSide:
         if self._opened is not None:
             self._opened.close()
 
+    def refuse_target(self, path: str) -> None:
+        """Raises ArgumentError if files that are written at a path would replace this model."""
+        if self._opened is None:
+            return
+        files = [self._path, *(part["uri"] for part in self._opened.info())]
+        if any(_is_of_one_model(path, one) for one in files):
+            text = "it is the base, without which the delta is useless: choose another path"
+            raise ArgumentError(f"overwire: save_delta {shown(path)}: {text}", source=path)
+
     def take(self, names: list[str]) -> dict[str, Any]:
         """Returns tensors by name. Loads them if they are in a file."""
         if self._opened is None:
             return {name: self._tensors[name] for name in names}
         return self._opened.load([self._opened.places[name] for name in names], frame_for(None), None, None)
+
+
+def _is_of_one_model(path: str, other: str) -> bool:
+    # Whether two paths lead to one file, or are files of one model in one folder by their names.
+    if is_remote(path) != is_remote(other):
+        return False
+    names = [parse_name(os.path.basename(one)) for one in (path, other)]
+    folders = [os.path.dirname(one) for one in (path, other)]
+    if not is_remote(path):
+        folders = [os.path.realpath(one) for one in folders]
+        with contextlib.suppress(OSError):
+            if os.path.samefile(path, other) and not os.path.isdir(path):
+                return True
+    stems = [(one.stem, one.variant) if one else None for one in names]
+    return folders[0] == folders[1] and stems[0] == stems[1] is not None
 
 
 def batches(a: ModelSide, b: ModelSide) -> Iterator[list[str]]:
