@@ -22,6 +22,7 @@ import (
 	"github.com/overwire/overwire/gosrc/internal/rawjson"
 	"github.com/overwire/overwire/gosrc/job"
 	"github.com/overwire/overwire/gosrc/source"
+	"github.com/overwire/overwire/gosrc/verify"
 )
 
 // Version is the version of the engine and of the Python package: the build reads it
@@ -58,9 +59,8 @@ type Env struct {
 	Storage       source.Options // store options from the environment; --storage adds to them
 	// Secrets are the environment variables that arguments can name as env:NAME.
 	Secrets map[string]string
-	// Some sources are converted to a temporary copy for this command. Kinds holds the kind of the original file for
-	// the URI of each copy. Reports show that kind as the file's format.
-	Kinds map[string]string
+	// Copies are the sources that were converted to a temporary copy for this command. Reports describe the originals.
+	Copies verify.Copies
 }
 
 // A call is one run of a command.

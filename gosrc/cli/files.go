@@ -278,9 +278,7 @@ temporary folder and compares every tensor with what the safetensors library rea
 		if err != nil {
 			return err
 		}
-		for i := range rep.Files {
-			c.nameKind(rep.Files[i].URI, &rep.Files[i].Format)
-		}
+		rep.DescribeOriginals(c.env.Copies)
 		return c.show(rep, func(w io.Writer) {
 			for _, f := range rep.Files {
 				fmt.Fprintf(w, "%s: %s, %s verified, %s, %s\n", place(f.URI), f.Format, f.Checked,

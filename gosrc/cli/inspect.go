@@ -81,9 +81,7 @@ func (c *call) inspectFiles() error {
 	if err != nil {
 		return err
 	}
-	for i := range in.Sources {
-		c.nameKind(in.Sources[i].URI, &in.Sources[i].Format)
-	}
+	in.DescribeOriginals(c.env.Copies)
 	in.KeepTensors(func(name string) bool { return globMatches(glob, name) })
 	if out := c.opts["html"]; out != "" {
 		text, err := page.Model(in)
@@ -197,9 +195,6 @@ func (c *call) writeTracePage(file, out string) error {
 				plural(len(t.Rows), "worker or queue", "workers and queues"), float64(t.End)/1e9)
 		})
 }
-
-// nameKind replaces the format of a plain copy by the kind of the file that it was made from.
-func (c *call) nameKind(uri string, format *string) { *format = cmp.Or(c.env.Kinds[uri], *format) }
 
 // printInspection prints a table of tensors for each file, and totals.
 func printInspection(w io.Writer, in *verify.Inspection) {

@@ -69,6 +69,63 @@ func (rep *Report) addFile(file InspectedFile, compare func(*VerifiedFile) error
 	return nil
 }
 
+// A Copy is a plain file in memory that was made from a file or folder of another library.
+type Copy struct {
+	Kind  string `json:"kind"`  // the library's format
+	Bytes int64  `json:"bytes"` // size of the original file, or of the files in the folder
+	// Compared says that the checksums of all bytes of the original were compared when the copy was made.
+	Compared bool    `json:"compared"`
+	Seconds  float64 `json:"seconds"` // time to make the copy
+}
+
+// Copies describes copies by their paths.
+type Copies map[string]Copy
+
+// byURI returns the copies by the URIs that reports have.
+func (c Copies) byURI() Copies {
+	out := make(Copies, len(c))
+	for path, one := range c {
+		out[errs.RedactURI(path)] = one
+	}
+	return out
+}
+
+// DescribeOriginals replaces facts about copies by those of the originals.
+func (rep *Report) DescribeOriginals(copies Copies) {
+	copies = copies.byURI()
+	isPlain := false
+	for i := range rep.Files {
+		f := &rep.Files[i]
+		c, ok := copies[f.URI]
+		if ok {
+			rep.Stored += c.Bytes - f.Stored
+			rep.Seconds += c.Seconds
+			f.Format, f.Stored = c.Kind, c.Bytes
+		}
+		if ok && c.Compared && f.Checked == "structure" {
+			f.Checked = "contents"
+			rep.Bytes += f.Bytes
+		}
+		isPlain = isPlain || f.Checked == "structure" && f.Format != formatGGUF
+	}
+	if !isPlain {
+		rep.Note = strings.TrimPrefix(strings.TrimPrefix(rep.Note, plainNote), "; ")
+	}
+}
+
+// DescribeOriginals works like Report.DescribeOriginals.
+func (in *Inspection) DescribeOriginals(copies Copies) {
+	copies = copies.byURI()
+	for i := range in.Sources {
+		if c, ok := copies[in.Sources[i].URI]; ok {
+			in.Sources[i].Format, in.Sources[i].Size = c.Kind, c.Bytes
+		}
+	}
+}
+
+// plainNote is the note for plain files.
+const plainNote = "plain files have no checksums: only their structure was verified"
+
 // An Inspection is the result of Inspect: the contents of headers and indexes.
 type Inspection struct {
 	Sources []InspectedFile `json:"sources"`

@@ -97,7 +97,7 @@ func verifyModel(ctx context.Context, j *job.Job, m *stored.Model, rep *Report) 
 		} else if err := compareHubSum(ctx, j, m.Sources[k], rep, &rep.Files[k]); err != nil {
 			return err
 		} else if rep.Files[k].Checked == "structure" {
-			rep.Note = "plain files have no checksums: only their structure was verified"
+			rep.Note = plainNote
 		}
 	}
 	digests, err := storedDigests(m)

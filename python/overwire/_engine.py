@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import Any, NoReturn
 
-    from ._requests import Program
+    from ._requests import Program, VerifyCopy
 
 # Modes of `take` and `free`: see gosrc/bind/binding.
 TAKE_ALL, TAKE_NEXT, TAKE_RAW, TAKE_LAST = 0, 1, 2, 4
@@ -351,10 +351,10 @@ def buffer_of(source: Any, writable: bool = False) -> tuple[int, int, Any]:
 
 
 def program(
-    argv: Sequence[str], names: dict[str, str] | None = None, kinds: dict[str, str] | None = None
+    argv: Sequence[str], names: dict[str, str] | None = None, copies: dict[str, VerifyCopy] | None = None
 ) -> Program:
     """Collects the facts about this process that the engine's command line needs. names: maps paths to the names
-    that messages show. kinds: maps paths of plain copies to the kinds of the files that they were made from."""
+    that messages show. copies: describes the originals of plain copies, by the copy's path."""
     version = "%d.%d.%d" % sys.version_info[:3]
     about: Program = {"argv": [engine_text(word) for word in argv], "python": sys.executable or "", "version": version}
     if any("://" in word for word in argv):
@@ -363,13 +363,15 @@ def program(
     about["secrets"] = {name: engine_text(os.environ[name]) for name in settings_of_argv if name in os.environ}
     if names:
         about["names"] = names
-    if kinds:
-        about["kinds"] = kinds
+    if copies:
+        about["copies"] = copies
     return about
 
 
-def cli(argv: Sequence[str], names: dict[str, str] | None = None, kinds: dict[str, str] | None = None) -> int:
-    """Runs a command line and returns its exit status. argv excludes the program's name. names, kinds: as for
+def cli(
+    argv: Sequence[str], names: dict[str, str] | None = None, copies: dict[str, VerifyCopy] | None = None
+) -> int:
+    """Runs a command line and returns its exit status. argv excludes the program's name. names, copies: as for
     `program`.
 
     The engine writes to descriptors 1 and 2. Ctrl-C, SIGTERM, SIGHUP and a closed output (`| head`) cancel the work.
@@ -396,7 +398,7 @@ def cli(argv: Sequence[str], names: dict[str, str] | None = None, kinds: dict[st
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is signal.SIG_DFL:  # under nohup SIGHUP is ignored
             signal.signal(number, stop_on_signal)
-    job = core().start("cli", json.dumps(program(argv, names, kinds)), b"")
+    job = core().start("cli", json.dumps(program(argv, names, copies)), b"")
     try:
         status = int(core().take(job, None, TAKE_LAST)[0])
         if status == _READER_GONE:

@@ -230,7 +230,18 @@ class ConvertRequest(SaveSpec, total=False):
     uris: list[str]
 
 
-class VerifyRequest(TypedDict, total=False):
+class VerifyCopy(TypedDict, total=False):
+    kind: str
+    bytes: int
+    compared: bool
+    seconds: float
+
+
+class Copies(TypedDict, total=False):
+    copies: dict[str, VerifyCopy]
+
+
+class VerifyRequest(Copies, total=False):
     uris: list[str]
     storage: FormatAccess
     original: bool
@@ -261,7 +272,7 @@ class FetchRequest(FetchSpec, total=False):
     fd: int
 
 
-class FilesRequest(TypedDict, total=False):
+class FilesRequest(Copies, total=False):
     uris: list[str]
     storage: FormatAccess
 
@@ -297,14 +308,13 @@ class PresignRequest(TypedDict, total=False):
     seconds: int
 
 
-class Program(TypedDict, total=False):
+class Program(Copies, total=False):
     argv: list[str]
     python: str
     version: str
     storage: SourceOptions
     secrets: dict[str, str]
     names: dict[str, str]
-    kinds: dict[str, str]
     measure: bool
 
 

@@ -10,12 +10,16 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from ._children import code_command
 from .bundles.torchfolders import is_torch_model, names_of, plain_models
 from .errors import OverwireError
 from .foreign.memory import read_components, read_foreign
 from .paths import local, without_scheme
+
+if TYPE_CHECKING:
+    from ._requests import VerifyCopy
 
 # Exit statuses of the command line.
 _STATUSES = {
@@ -51,13 +55,13 @@ def _read_only(words: list[str]) -> int:
             found[word], has_others = read_components(local(word))
             kept |= {word} if has_others else set()
     names = {one.uri: one.name for files in found.values() for one in files}
-    kinds = {one.uri: one.kind for files in found.values() for one in files}
+    copies = {one.uri: one.original for files in found.values() for one in files}
     plain = []
     for word in words:
         files = [one.uri for one in found.get(word) or ()]
         plain += [word, *files] if word in kept or not files else files
     numbers = [int(path.rpartition("/")[2]) for path in names]
-    return _run_engine(plain, [], names, numbers, kinds)
+    return _run_engine(plain, [], names, numbers, copies)
 
 
 def _rewrite(words: list[str]) -> int:
@@ -80,11 +84,12 @@ def _run_engine(
     left: list[str],
     names: dict[str, str] | None = None,
     numbers: Sequence[int] = (),
-    kinds: dict[str, str] | None = None,
+    copies: dict[str, VerifyCopy] | None = None,
 ) -> int:
-    # names, kinds: map plain files to the names and kinds that messages show. numbers: descriptors of files in memory.
+    # names: the names that messages show for plain files. numbers: descriptors of files in memory. copies: as for
+    # `program`.
     # Ctrl-C reaches both processes: this one ignores it and waits while the other cleans up.
-    engine = f"import sys; from overwire._engine import cli; sys.exit(cli(sys.argv[1:], {names!r}, {kinds!r}))"
+    engine = f"import sys; from overwire._engine import cli; sys.exit(cli(sys.argv[1:], {names!r}, {copies!r}))"
     with subprocess.Popen(code_command(engine, *words), pass_fds=numbers) as process:
         before = signal.signal(signal.SIGINT, signal.SIG_IGN)
         try:

@@ -329,6 +329,36 @@ def test_functions_that_read_models_take_torch_files(tmp_path: Path) -> None:
     assert run("load", str(path)).returncode == 1
 
 
+def test_verify_reports_the_checksums_and_the_size_of_the_file(tmp_path: Path) -> None:
+    """verify says "contents" for archives with checksums, which it compares, and "structure" for other files. It and
+    inspect state the size of the file itself."""
+    numpy = pytest.importorskip("numpy")
+    tensors = {"a": torch.ones(5000), "empty": torch.empty(0)}
+    torch.save(tensors, tmp_path / "a.pt")
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save(tensors, tmp_path / "no_sums.pt")
+    finally:
+        torch.serialization.set_crc32_options(True)
+    numpy.savez(tmp_path / "a.npz", a=numpy.ones(5000))
+    numpy.save(tmp_path / "a.npy", numpy.ones(5000))
+    for name, checked in (("a.pt", "contents"), ("no_sums.pt", "structure"), ("a.npz", "contents"), ("a.npy", "structure")):
+        path = tmp_path / name
+        size, report = path.stat().st_size, ow.verify(path)
+        (file,) = report["files"]
+        assert (file["checked"], file["stored"], report["stored"]) == (checked, size, size), name
+        assert (report["bytes"] == file["bytes"] > 0) is (checked == "contents") is ("note" not in report), report
+        assert ow.inspect(path)["sources"][0]["size"] == size
+        assert f", {checked} verified" in must("verify", path)
+    many = ow.verify([tmp_path / "a.pt", tmp_path / "a.npy"])
+    assert [one["checked"] for one in many["files"]] == ["contents", "structure"] and "plain files" in many["note"]
+    data = bytearray((tmp_path / "a.pt").read_bytes())
+    data[data.index(b"\0\0\x80\x3f" * 9)] ^= 1
+    (tmp_path / "a.pt").write_bytes(data)
+    with pytest.raises(ow.CorruptError, match="checksum mismatch of data/0"):
+        ow.verify(tmp_path / "a.pt")
+
+
 def test_the_format_before_torch_1_6(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(3)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
     for call in (lambda path: ow.convert(path, tmp_path / "m.safetensors"), ow.load_bundle):

@@ -101,12 +101,19 @@ func (q convertRequest) replacedPath() string { return q.Path }
 type filesRequest struct {
 	URIs    []string      `json:"uris"`
 	Storage format.Access `json:"storage"`
+	copies
+}
+
+// copies describes the plain copies among the URIs.
+type copies struct {
+	Copies verify.Copies `json:"copies"`
 }
 
 type verifyRequest struct {
 	URIs     []string      `json:"uris"`
 	Storage  format.Access `json:"storage"`
 	Original bool          `json:"original"`
+	copies
 }
 
 type fetchRequest struct {
@@ -146,9 +153,8 @@ type program struct {
 	Secrets map[string]string `json:"secrets"`
 	// Names maps paths to the names that messages use for them.
 	Names map[string]string `json:"names"`
-	// Kinds maps paths of plain copies to the kinds of the files that they were made from.
-	Kinds   map[string]string `json:"kinds"`
-	Measure bool              `json:"measure"` // only used by doctor
+	copies
+	Measure bool `json:"measure"` // only used by doctor
 }
 
 func (p program) env() cli.Env {
@@ -217,12 +223,18 @@ func fileVerbs() []*Verb {
 			}),
 		started("verify", "Verify every checksum of files.",
 			func(ctx context.Context, j *job.Job, q verifyRequest, _ []int64) (verify.Report, error) {
-				return verify.Verify(ctx, j, q.URIs, q.Storage, q.Original)
+				rep, err := verify.Verify(ctx, j, q.URIs, q.Storage, q.Original)
+				rep.DescribeOriginals(q.Copies)
+				return rep, err
 			}),
 		begun[fetchRequest, fetch.Report]("fetch", "Write the bytes of URIs to an open file.", startFetch),
 		started("inspect", "Describe files from their headers.",
 			func(ctx context.Context, _ *job.Job, q filesRequest, _ []int64) (any, error) {
-				return verify.Inspect(ctx, q.URIs, q.Storage)
+				in, err := verify.Inspect(ctx, q.URIs, q.Storage)
+				if err == nil {
+					in.DescribeOriginals(q.Copies)
+				}
+				return in, err
 			}).awaited(),
 		answered("shown", "Return a URI without credentials, for messages.",
 			func(uri string, _ []int64) (string, error) { return errs.RedactURI(uri), nil }),
@@ -268,10 +280,7 @@ func programVerbs() []*Verb {
 					errs.CallPath(path, name)
 				}
 				env := q.env()
-				env.Kinds = make(map[string]string, len(q.Kinds))
-				for path, kind := range q.Kinds {
-					env.Kinds[errs.RedactURI(path)] = kind
-				}
+				env.Copies = q.Copies
 				return cli.Main(ctx, j, q.Argv, os.Stdout, os.Stderr, env), nil
 			}),
 		answered("knobs", "Return the settings with their current values.",

@@ -49,25 +49,19 @@ from .unpickling import inside, run_machine
 
 #: The most bytes of a pickle without its tensors.
 _MOST = 256 << 20
-
 # The advice if a pickle is refused.
 _CURE = "Nothing in it was run. If it is your own file, save only its state_dict() with torch.save, and use that"
 
 #: All strided tensors together may have the file's bytes plus _SPARE.
 _SPARE = 256 << 20
-
 #: All other tensors together may have _TIMES the file's bytes plus _SPARE, because a storage may have several names.
 _TIMES = 64
-
 #: The longest name in a pickle, in characters.
 _LONGEST = 1 << 10
-
 #: The most bytes of one read (_STEP), and of one read that only computes a checksum (_BLOCK).
 _STEP, _BLOCK = 64 << 20, 1 << 20
-
 #: The bytes that are charged for an entry in addition to its characters, and the most bits of an integer.
 _ENTRY, _BITS = 64, 1 << 10
-
 # The dtypes of typed storages, by the prefix of the storage class.
 _STORAGES = {
     "Float": "F32",
@@ -137,11 +131,13 @@ class TorchFile(NamedTuple):
     tensors: the tensors with their names. A name is a path of keys and positions, joined by dots.
     values: plain values (numbers, texts, lists of these) by path.
     left: paths and classes of objects that are not plain data.
+    has_sums: whether the archive has the checksum of each storage and of the pickle.
     """
 
     tensors: list[tuple[str, Bytes]]
     values: dict[str, Any]
     left: list[str]
+    has_sums: bool
 
 
 class StoredTensor(NamedTuple):
@@ -359,6 +355,9 @@ class _Reader:
     def _stored_sum(self, name: str) -> int:
         return self._entries[self._folder + name].CRC  # 0 if torch.save ran after set_crc32_options(False)
 
+    def _has_sum(self, name: str) -> bool:
+        return bool(self._stored_sum(name)) or not self._entries[self._folder + name].file_size
+
     def _compare_sum(self, name: str, total: int) -> None:
         """Raises CorruptError if the checksum of an entry does not match. total: the computed checksum."""
         stored_sum = self._stored_sum(name)
@@ -416,7 +415,8 @@ class _Reader:
 
     def read_content(self, root: Any, at: tuple[str, ...] = (), compare: bool = True) -> TorchFile:
         """Returns the content of the file. compare: whether to compare the checksums of all storages."""
-        contents = TorchFile([], {}, [])
+        names = [f"data/{key}" for key in self._storages]
+        contents = TorchFile([], {}, [], all(map(self._has_sum, ["data.pkl", *names])))
         visits: set[int] = set()
         self._walk_value(contents, root, at, visits)
         if orphans := self._made - len(visits) + len(self._storages) - len(self._used):
@@ -424,7 +424,7 @@ class _Reader:
             why = f"{orphans} tensors are inside {what}: load the file with the library that wrote it"
             raise self._error_of(f"{why}, and save the state_dict()", NotSupportedError)
         if compare:
-            self._compare_storages([f"data/{key}" for key in self._storages])
+            self._compare_storages(names)
         return contents
 
     def _find_storage(self, pid: Any) -> _Storage:

@@ -119,7 +119,7 @@ def open_arrays(path: str) -> Iterator[Content]:
     files = Files()
     try:
         size = files.size_of(path)
-        content = Content([], {}, [], files.mode)
+        content = Content([], {}, [], files.mode, path.endswith(".npz"))
         if path.endswith(".npz"):
             sources = _read_entries(files, path)
         else:

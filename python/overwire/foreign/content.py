@@ -69,13 +69,14 @@ class Content(NamedTuple):
 
     tensors: names and tensors. values: plain values (numbers, texts, lists of them) by path.
     left: a line about each object that a plain file cannot contain. mode: the permission bits that all files of the
-    source have in common.
+    source have in common. has_sums: whether checksums cover all bytes, and reading compares them.
     """
 
     tensors: list[tuple[str, Stored]]
     values: dict[str, Any]
     left: list[str]
     mode: int = 0o666
+    has_sums: bool = False
 
 
 def bytes_of(dtype: str, shape: tuple[int, ...]) -> int:

@@ -63,7 +63,7 @@ def open_content(path: str, kind: str, compare: bool = True, scratch: str | None
             mode = os.stat(path).st_mode
             file = stack.enter_context(torchfiles.opened(path, None, compare, scratch))
             tensors = [(name, Mapped(memory)) for name, memory in file.tensors]
-            content = Content(list(tensors), file.values, file.left, mode)
+            content = Content(list(tensors), file.values, file.left, mode, file.has_sums)
         elif kind == "dcp":
             content = stack.enter_context(dcp.open_checkpoint(path, os.listdir(path)))
         elif kind == "shards":
@@ -73,6 +73,15 @@ def open_content(path: str, kind: str, compare: bool = True, scratch: str | None
         else:
             content = stack.enter_context(arrays.open_arrays(path))
         yield content
+
+
+def size_of(path: str, kind: str) -> int:
+    """Returns the bytes of a file, or of the files in a folder that are a part of a model of this kind."""
+    if kind not in ("dcp", "shards"):
+        return os.stat(path).st_size
+    names = os.listdir(path)
+    parts = dcp.files_of(names) if kind == "dcp" else shards.shards_in(names)
+    return sum(os.stat(os.path.join(path, name)).st_size for name in parts)
 
 
 def has_usual_name(name: str) -> bool:

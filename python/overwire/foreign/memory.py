@@ -6,20 +6,24 @@ The readers are imported only for paths that may need them.
 from __future__ import annotations
 
 import os
-from typing import NamedTuple
+import time
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..errors import ArgumentError
 from ..files import AnonymousMemory, folders_of, has_weights, may_be_foreign
 from ..paths import classed_errors, is_remote
 
+if TYPE_CHECKING:
+    from .._requests import VerifyCopy
+
 
 class InMemory(NamedTuple):
-    """A plain file in memory. memory: the owner of the memory. name, kind: the path and kind of the file or folder from
-    which it was made."""
+    """A plain file in memory. memory: the owner of the memory. name, original: the path and the description of the file
+    or folder from which it was made."""
 
     memory: AnonymousMemory
     name: str
-    kind: str
+    original: VerifyCopy
 
     @property
     def uri(self) -> str:
@@ -78,11 +82,14 @@ def _refuse_second_model(folder: str) -> None:
 
 def _in_memory(source: str, kind: str, is_header: bool, listed: set[str] | None) -> InMemory:
     from .content import write_plain
-    from .kinds import open_content, refuse_empty, select_listed
+    from .kinds import open_content, refuse_empty, select_listed, size_of
 
-    memory = AnonymousMemory()
+    memory, start = AnonymousMemory(), time.perf_counter()
     with open_content(source, kind, compare=not is_header) as content:
         refuse_empty(content, source, kind)
         select_listed(content, source, listed)
         write_plain(content, memory.number, source, is_header)
-    return InMemory(memory, source, kind)
+        has_compared = content.has_sums and not is_header
+    seconds = time.perf_counter() - start
+    original: VerifyCopy = {"kind": kind, "bytes": size_of(source, kind), "compared": has_compared, "seconds": seconds}
+    return InMemory(memory, source, original)

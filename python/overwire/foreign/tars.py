@@ -68,7 +68,7 @@ def open_nemo(path: str, compare: bool = True, scratch: str | None = None) -> It
     with opened_archive(path, (one.start, one.start + one.size), compare, scratch) as content:
         others = [f"{other.name} ({other.size} bytes)" for other in members if other is not one and other.kind != b"5"]
         tensors = [(name, Mapped(memory)) for name, memory in content.tensors]
-        yield Content(list(tensors), content.values, [*content.left, *others], files.mode)
+        yield Content(list(tensors), content.values, [*content.left, *others], files.mode, content.has_sums)
 
 
 def _members(files: Files, path: str) -> Iterator[_Member]:

@@ -6,11 +6,14 @@ import contextlib
 import io
 import os
 import stat
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import ArgumentError
 from ..files import AnonymousMemory, may_be_foreign, number_of
 from ..paths import is_remote, local
+
+if TYPE_CHECKING:
+    from .._requests import VerifyCopy
 
 
 def named(verb: str, source: Any, filename: Any, name: str = "source") -> Any:
@@ -55,10 +58,10 @@ def resolve(source: Any) -> tuple[list[str], Any]:
 
 class Opened:
     """A source that can be opened. uris: the URIs for the engine. names: a name for messages, for each URI. keep: an
-    object that must stay alive until the URIs are open. kinds: the formats of other libraries' files, by name."""
+    object that must stay alive until the URIs are open. copies: describes the originals of copies, by the copy's URI."""
 
-    def __init__(self, uris: list[str], names: list[str], keep: Any, kinds: dict[str, str]) -> None:
-        self.uris, self.names, self.keep, self.kinds = uris, names, keep, kinds
+    def __init__(self, uris: list[str], names: list[str], keep: Any, copies: dict[str, VerifyCopy]) -> None:
+        self.uris, self.names, self.keep, self.copies = uris, names, keep, copies
 
 
 def resolve_plain(source: Any, is_header: bool = False) -> Opened:
@@ -74,8 +77,8 @@ def resolve_plain(source: Any, is_header: bool = False) -> Opened:
     if not found:
         return Opened(uris, uris, keep, {})
     pairs = [(one.uri, one.name) if one else (uri, uri) for uri in uris for one in found.get(uri) or (None,)]
-    kinds = {one.name: one.kind for files in found.values() for one in files}
-    return Opened([uri for uri, _ in pairs], [name for _, name in pairs], found, kinds)
+    copies = {one.uri: one.original for files in found.values() for one in files}
+    return Opened([uri for uri, _ in pairs], [name for _, name in pairs], found, copies)
 
 
 def _open_file(file: Any) -> tuple[list[str], Any]:

@@ -36,7 +36,7 @@ def _plain_uris_of(source: SourceLike, options: Mapping[str, object] | None, is_
     opened = resolve_plain(source, is_header)
     if opened.keep is None:
         uris = [uri for path in opened.uris for uri in uris_of(path, options)]
-        return Opened(uris, uris, None, opened.kinds)
+        return Opened(uris, uris, None, opened.copies)
     return opened
 
 
@@ -49,15 +49,14 @@ def _with_components(opened: Opened, source: SourceLike) -> Opened:
         return opened
     uris = [*(opened.uris if has_others else ()), *(one.uri for one in files)]
     names = [*(opened.names if has_others else ()), *(one.name for one in files)]
-    return Opened(uris, names, files, {one.name: one.kind for one in files})
+    return Opened(uris, names, files, {one.uri: one.original for one in files})
 
 
 def _with_names(files: list[Any], opened: Opened) -> None:
-    """Replaces the names and formats of temporary plain files in a report by those of their sources."""
+    """Replaces the names of temporary plain files in a report by those of their sources."""
     names = dict(zip(opened.uris, opened.names, strict=True))
     for file in files:
-        name = names.get(file["uri"], file["uri"])
-        file["uri"], file["format"] = name, opened.kinds.get(name, file["format"])
+        file["uri"] = names.get(file["uri"], file["uri"])
 
 
 def _uris_of(source: SourceLike, options: Mapping[str, object] | None) -> tuple[list[str], Any]:
@@ -123,15 +122,17 @@ def inspect(source: str | os.PathLike[str], *, storage_options: StorageOptions |
 
     Returns a dict, which prints as one line: "sources", each with uri, format ("safetensors", "overwire", "tensors" or
     "gguf"; for files of other libraries "torch", "numpy", "nemo", "dcp" or "shards"), size, metadata and "tensors"
-    (name, dtype, shape, bytes, stored, ratio, coding, chunks), and "totals" over all of them. Sizes are those of the
-    plain file with these tensors. Raises NotFoundError, FormatError, CorruptError.
+    (name, dtype, shape, bytes, stored, ratio, coding, chunks), and "totals" over all of them. For files of other
+    libraries, "stored" is as in a plain file with these tensors. Raises NotFoundError, FormatError, CorruptError.
     """
     opened = _plain_uris_of(local(source), storage_options, True)
     uris = opened.uris
-    if len(uris) != 1 and not opened.kinds:
+    if len(uris) != 1 and not opened.copies:
         raise ArgumentError(f"overwire: inspect {shown(str(source))}: it lists {len(uris)} files: inspect each one")
     try:
-        report = _verbs.inspect({"uris": uris, "storage": storage(storage_options, uris)})
+        report = _verbs.inspect(
+            {"uris": uris, "storage": storage(storage_options, uris), "copies": opened.copies}
+        )
     except OverwireError as error:
         note("open", "", type(error).__name__)
         raise
@@ -174,13 +175,14 @@ def verify(
 
     Returns a dict: ok (always True, because damage raises an error), tensors, bytes, stored, seconds, and "files". For
     each file, "checked" is "contents", or only "structure" for plain safetensors and GGUF files, which have no
-    checksums. If such a file was downloaded from the Hugging Face Hub (its cache, or a local folder with
-    `.cache/huggingface`), or is an hf:// URI of a large file, the Hub's "sha256" is compared. With original, a file
-    that can restore its plain file has "original": the plain file's "sha256", and whether this was "compared" (False if
-    the file stores no hash, for example because the original came over a network). With tensors the dict is a
-    `Comparison`: ok, and the names of tensors that "differ", are "missing" in the model, or are "surplus" there. Raises
-    CorruptError with tensor, chunk and offset, FormatError, NotFoundError, and with tensors also the errors of
-    `digest`. A tensor that differs raises no error.
+    checksums, and for files of other libraries except torch.save, .nemo and .npz files, which have some. If a plain
+    file was downloaded from the Hugging Face Hub (its cache, or a local folder with `.cache/huggingface`), or is an
+    hf:// URI of a large file, the Hub's "sha256" is compared. With original, a file that can restore its plain file has
+    "original": the plain file's "sha256", and whether this was "compared" (False if the file stores no hash, for
+    example because the original came over a network). With tensors the dict is a `Comparison`: ok, and the names of
+    tensors that "differ", are "missing" in the model, or are "surplus" there. Raises CorruptError with tensor, chunk
+    and offset, FormatError, NotFoundError, and with tensors also the errors of `digest`. A tensor that differs raises
+    no error.
     """
     check_values(original=original, storage_options=storage_options)
     if original and tensors is not None:
@@ -191,6 +193,7 @@ def verify(
         opened = _with_components(opened, source)
     uris = opened.uris
     request: VerifyRequest = {"uris": uris, "storage": storage(storage_options, uris), "original": bool(original)}
+    request["copies"] = opened.copies
     if tensors is not None:
         from .digest import compare
 
