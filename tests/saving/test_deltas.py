@@ -499,3 +499,22 @@ def test_a_delta_does_not_replace_its_base(tmp_path: Path) -> None:
             ow.save_delta(new, source, target, max_shard_size=most)
     assert {path: path.read_bytes() for path in tmp_path.rglob("*.*")} == files
     ow.save_delta(single, base, single)  # the base is in memory
+
+
+def test_no_function_writes_over_a_file_of_another_format(tmp_path: Path) -> None:
+    """save_delta, merge_deltas and sleep refuse the names that save_file refuses, so a wrong path does not replace a
+    torch.save or GGUF file."""
+    base, delta = {"a": torch.ones(9)}, tmp_path / "d.safetensors"
+    ow.save_delta({"a": torch.zeros(9)}, base, delta)
+    for ending in ("pt", "bin", "gguf"):
+        path = tmp_path / f"m.{ending}"
+        path.write_text("weights")
+        for write in (
+            lambda path: ow.save_file(base, path),
+            lambda path: ow.save_delta({"a": torch.zeros(9)}, base, path),
+            lambda path: ow.merge_deltas([delta], path),
+            lambda path: ow.sleep({"a": torch.ones(9)}, to_file=path),
+        ):
+            with pytest.raises(ow.ArgumentError, match="ending of another format"):
+                write(path)
+        assert path.read_text() == "weights"

@@ -21,7 +21,7 @@ from ..model.storage import storage
 from ..model.storageoptions import StorageOptions
 from ..paths import local
 from ..progress import ProgressLike, spell_count, watch
-from .save import notes_of
+from .save import notes_of, refuse_other_format
 from .states import ModelSide, batches, hosted, pair, place_tensor, same_names, settle_devices, tensors_of, write_back
 
 if TYPE_CHECKING:
@@ -276,6 +276,7 @@ def save_delta(
     """
     notes = {} if metadata is None else notes_of(metadata)
     target, most, watcher = local(path), parse_size(max_shard_size), watch(progress, "save")
+    refuse_other_format(target)
     check_values(storage_options=storage_options)
     with (
         ModelSide(new, "new", storage_options) as now,
@@ -437,6 +438,7 @@ def merge_deltas(
         raise ArgumentError(f"overwire: deltas: expected a list of paths or Deltas, got {type(deltas).__name__}")
     names = list(deltas)
     target, most = local(path), parse_size(max_shard_size)
+    refuse_other_format(target)
     check_values(storage_options=storage_options)
     chain = chain_of(names, storage_options)
     merge: DeltaMerge = {

@@ -92,10 +92,7 @@ def save_file(
         raise ArgumentError(f"overwire: tensors: expected a dict of tensors, got {type(tensors).__name__}{advice}")
     check_values(wait=wait)
     target = local_file(path)
-    if os.path.splitext(target)[1].lower() in _OTHERS:
-        raise ArgumentError(
-            f"overwire: save {target}: the name has the ending of another format: use one that ends in .safetensors"
-        )
+    refuse_other_format(target)
     descriptions: list[tuple[str, Bytes]] = []
     for name, tensor in tensors.items():
         if not isinstance(name, str):
@@ -111,6 +108,14 @@ def save_file(
 
 
 spell_out(save_file, SaveOptions)
+
+
+def refuse_other_format(target: str) -> None:
+    """Raises ArgumentError for a file name with the ending of another format of weights."""
+    if os.path.splitext(target)[1].lower() in _OTHERS and not os.path.isdir(target):
+        raise ArgumentError(
+            f"overwire: save {target}: the name has the ending of another format: use one that ends in .safetensors"
+        )
 
 
 def describe_named(name: str, tensor: Any) -> Bytes:

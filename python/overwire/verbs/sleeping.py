@@ -27,7 +27,7 @@ from ..paths import is_remote, local_file
 from ..progress import ProgressLike, Watcher, watch
 from .digest import _digests_of
 from .into import ALL, place_of
-from .save import save_bytes
+from .save import refuse_other_format, save_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -269,6 +269,7 @@ def sleep(
     if host and to_file is not None:
         raise ArgumentError("overwire: sleep: host and to_file cannot be combined")
     path = "" if to_file is None else local_file(to_file)
+    refuse_other_format(path)
     places = {name: place_of(tensor) for name, tensor in tensors_by_name.items()}
     # The stored bytes of a single device make a local file. Other files are saved separately.
     uri, path = (path, "") if is_remote(path) or len(set(places.values())) != 1 else ("", path)
