@@ -6,13 +6,19 @@ Loads generated bf16 weights, plain and compressed, over links of limited speed 
 to any device. Every byte is compared before anything is timed. A figure is the median of several loads, timed until the
 whole model is loaded. Server and client share the cores. The baseline of the bare loopback is the best of several
 numbers of connections with sendfile, into fresh memory or, with a GPU, through pinned slots to the device.
+
+If build/bin or PATH has versitygw (`make build/bin/versitygw`), the files are also loaded from S3, by overwire and, if
+it is installed, by Run:ai's model streamer.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import mmap
+import os
+import shutil
 import socket
 import statistics
 import subprocess
@@ -21,12 +27,15 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import overwire as ow
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+import stores  # noqa: E402
 from processes import overwire_serve  # noqa: E402
 
 # Total rate and rate per connection in GB/s, as arguments of `overwire serve`.
@@ -49,21 +58,34 @@ def median_of(repeat: int, work: Callable[[], object]) -> float:
     return statistics.median(seconds)
 
 
-def load_whole(uri: str, device: str) -> dict[str, Any]:
+def load_whole(uri: str, device: str, **options: Any) -> dict[str, Any]:
     """Loads a model and returns it when all of it is on the device."""
     import torch
 
-    tensors = ow.load_file(uri, device=device)
+    tensors = ow.load_file(uri, device=device, **options)
     if device != "cpu":
         torch.cuda.synchronize()
     return tensors
 
 
-def compare(tensors: dict[str, Any], uri: str, device: str) -> None:
-    """Ends the program unless a model has the same names and bytes as these tensors on the host."""
+def stream_whole(uri: str, device: str) -> dict[str, Any]:
+    """Loads a plain file with Run:ai's model streamer."""
+    import torch
+    from runai_model_streamer import SafetensorsStreamer
+
+    with SafetensorsStreamer() as streamer:
+        streamer.stream_file(uri)
+        tensors = {name: tensor.to(device, copy=True) for name, tensor in streamer.get_tensors()}
+    if device != "cpu":
+        torch.cuda.synchronize()
+    return tensors
+
+
+def compare(tensors: dict[str, Any], uri: str, load: Callable[[], dict[str, Any]]) -> None:
+    """Ends the program unless a load returns the same names and bytes as these tensors on the host."""
     import torch
 
-    loaded = load_whole(uri, device)
+    loaded = load()
     for name in tensors.keys() | loaded.keys():
         pair = [side[name].cpu().reshape(-1).view(torch.uint8) for side in (tensors, loaded) if name in side]
         if len(pair) < 2 or not torch.equal(*pair):
@@ -133,10 +155,13 @@ def measure_links(args: argparse.Namespace, folder: Path, tensors: dict[str, Any
     """Measures one row at a time."""
     size = sum(tensor.nbytes for tensor in tensors.values())
 
-    def load_row(kind: str, url: str, link: str, floor: float, floor_name: str) -> dict[str, Any]:
+    def load_row(
+        kind: str, url: str, link: str, floor: float, floor_name: str, load: Callable[..., Any] = load_whole,
+    ) -> dict[str, Any]:  # fmt: skip
         uri = url + FILES[kind]
-        compare(tensors, uri, args.device)
-        value = size / median_of(args.repeat, lambda: load_whole(uri, args.device)) / 1e9
+        load_uri = partial(load, uri, args.device)
+        compare(tensors, uri, load_uri)
+        value = size / median_of(args.repeat, load_uri) / 1e9
         return {"name": f"{kind}, {link}", "value": value, "unit": "GB/s", "floor": floor, "floor_name": floor_name}
 
     for rate, each in LINKS if args.device == "cpu" else ():
@@ -154,6 +179,19 @@ def measure_links(args: argparse.Namespace, folder: Path, tensors: dict[str, Any
     with overwire_serve(folder) as url:
         yield load_row("plain", url, "bare loopback", floor, "raw TCP")
         yield load_row("compressed", url, "bare loopback", floor / ratio, f"raw TCP / {ratio:.3f}")
+    with stores.s3() if stores.found("versitygw") else nullcontext(({}, folder)) as (options, bucket):
+        for kind in FILES if options else ():
+            shutil.copyfile(folder / FILES[kind], bucket / FILES[kind])
+            os.setxattr(bucket / FILES[kind], "user.etag", kind.encode())  # versitygw sends it as the ETag
+            limit, name = (floor, "raw TCP") if kind == "plain" else (floor / ratio, f"raw TCP / {ratio:.3f}")
+            yield load_row(kind, "s3://models/", "S3", limit, name, partial(load_whole, storage_options=options))
+        if options and importlib.util.find_spec("runai_model_streamer_s3"):
+            os.environ |= {
+                "AWS_ENDPOINT_URL": str(options["endpoint_url"]), "AWS_REGION": "us-east-1",
+                "AWS_ACCESS_KEY_ID": str(options["key"]), "AWS_SECRET_ACCESS_KEY": str(options["secret"]),
+                "RUNAI_STREAMER_S3_USE_VIRTUAL_ADDRESSING": "0",
+            }
+            yield load_row("plain", "s3://models/", "S3, Run:ai model streamer", floor, "raw TCP", stream_whole)
     if args.device == "cpu":
         with overwire_serve(folder, "--latency", "20") as url:
             smallest = min(tensors, key=lambda name: tensors[name].nbytes)
