@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from .dtypes import torch_shape
     from .errors import error_of_system
     from .files import number_of, regular, state_of_file
+    from .frameworks.choose import prepare_gpu
     from .frameworks.memory import check_memory
     from .frameworks.torch import torch_dtype
     from .model.forked import is_compressed
     from .model.joining import written
     from .model.kept import KeptFile
-    from .model.opened import prepare
     from .model.options import check_switches, parse_size, setting
     from .model.sources import resolve
     from .offloading.fixed import stream_blocks
@@ -55,12 +55,12 @@ _HOMES = {
     "dtypes": ("torch_shape",),
     "errors": ("error_of_system",),
     "files": ("number_of", "regular", "state_of_file"),
+    "frameworks.choose": ("prepare_gpu",),
     "frameworks.memory": ("check_memory",),
     "frameworks.torch": ("torch_dtype",),
     "model.forked": ("is_compressed",),
     "model.joining": ("written",),
     "model.kept": ("KeptFile",),
-    "model.opened": ("prepare",),
     "model.options": ("check_switches", "parse_size", "setting"),
     "model.sources": ("resolve",),
     "offloading.fixed": ("stream_blocks",),

@@ -15,7 +15,6 @@ import _thread
 import os
 import sys
 
-from ._environment import engine_text, environment, settings
 from ._imports import Undisturbed
 from ._locks import new_lock
 
@@ -101,8 +100,9 @@ def open_library() -> Any:
 
             _refuse_few_descriptors()
             threads = 2 * len(os.sched_getaffinity(0)) + 8  # the engine's first threads, and a reserve
-            _refuse_small_address_space(threads)
-            _refuse_few_threads(threads)
+            limits = _read_limits()
+            _refuse_small_address_space(threads, limits)
+            _refuse_few_threads(threads, limits)
             from . import _core as raw
 
             # Go's threads exist from here on.
@@ -111,17 +111,25 @@ def open_library() -> Any:
         return _library
 
 
-def _refuse_small_address_space(threads: int) -> None:
-    # Go's runtime ends the process if it cannot reserve its first memory or a thread's stack.
-    import resource
-
+def _read_limits() -> dict[str, int]:
+    # Reads the limits of this process that are not "unlimited". Python's module `resource` takes longer to import.
+    limits: dict[str, int] = {}
     try:
-        limit = resource.getrlimit(resource.RLIMIT_AS)[0]
-    except OSError:  # a sandbox forbids the call
+        with open("/proc/self/limits") as file:
+            for line in file:
+                if (value := line[26:46].strip()).isdigit():
+                    limits[line[:26].strip()] = int(value)
+    except OSError:  # a sandbox without /proc
+        pass
+    return limits
+
+
+def _refuse_small_address_space(threads: int, limits: dict[str, int]) -> None:
+    # Go's runtime ends the process if it cannot reserve its first memory or a thread's stack.
+    limit = limits.get("Max address space")
+    if limit is None:
         return
-    if limit == resource.RLIM_INFINITY:
-        return
-    stack = resource.getrlimit(resource.RLIMIT_STACK)[0]
+    stack = limits.get("Max stack size", 0)
     asked = _START_SPACE + threads * (stack if 0 < stack < 64 << 20 else 8 << 20)
     if _is_space_free(asked + threads * _ARENA):
         return
@@ -152,16 +160,11 @@ def _is_space_free(size: int) -> bool:
     return True
 
 
-def _refuse_few_threads(threads: int) -> None:
+def _refuse_few_threads(threads: int, limits: dict[str, int]) -> None:
     # Go's runtime ends the process if it cannot start a thread.
-    import resource
-
     left, limit = threads, "`ulimit -u`"
-    try:
-        if 0 <= resource.getrlimit(resource.RLIMIT_NPROC)[0] <= _MANY_THREADS:
-            left = _startable_threads(threads)
-    except OSError:  # a sandbox forbids the call
-        pass
+    if limits.get("Max processes", _MANY_THREADS + 1) <= _MANY_THREADS:
+        left = _startable_threads(threads)
     for folder in ("/sys/fs/cgroup", "/sys/fs/cgroup/pids"):  # cgroup v2 and v1, as seen inside a container
         try:
             with open(f"{folder}/pids.max") as most, open(f"{folder}/pids.current") as now:
@@ -224,6 +227,8 @@ def _load_library() -> Any:
         if _loaded is not None:
             return _loaded
         import json
+
+        from ._environment import settings
 
         # Go reads the environment once, so it does not see later changes to os.environ.
         facts = json.loads(raw.setup(json.dumps(settings()), JobNumber, ModelNumber)[0])
@@ -355,6 +360,8 @@ def program(
 ) -> Program:
     """Collects the facts about this process that the engine's command line needs. names: maps paths to the names
     that messages show. copies: describes the originals of plain copies, by the copy's path."""
+    from ._environment import engine_text, environment
+
     version = "%d.%d.%d" % sys.version_info[:3]
     about: Program = {"argv": [engine_text(word) for word in argv], "python": sys.executable or "", "version": version}
     if any("://" in word for word in argv):

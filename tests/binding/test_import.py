@@ -40,6 +40,27 @@ assert not {"torch", "numpy", "ml_dtypes", "overwire._core"} & set(sys.modules)
     )
 
 
+def test_a_load_prepares_its_gpu_before_it_imports_its_modules(script) -> None:
+    """The GPU and the process then start at the same time."""
+    script(
+        """
+import sys, overwire
+from overwire.frameworks import choose
+class Prepared(Exception): pass
+def prepare(device, exchange):
+    assert (device, exchange) == ("cuda:63", 0)
+    assert not {"overwire.model.opened", "overwire.frameworks.torch", "torch"} & set(sys.modules)
+    raise Prepared
+choose._verbs.prepare = prepare
+try:
+    overwire.load_file("no such file", device="cuda:63")
+except Prepared:
+    sys.exit()
+sys.exit("no GPU was prepared")
+"""
+    )
+
+
 def test_all_names_resolve_and_are_documented() -> None:
     for name in overwire.__all__:
         if name != "__version__":

@@ -257,7 +257,7 @@ def test_a_gpu_is_made_ready_before_torch_is(tmp_path: Path, monkeypatch: pytest
     from overwire.bundles import loading
 
     named: list[str] = []
-    monkeypatch.setattr(loading, "prepare", named.append)
+    monkeypatch.setattr(loading, "prepare_gpu", named.append)
     ow.compress_pickle({"a": torch.ones(3)}, tmp_path / "m")
     with pytest.raises(ow.OverwireError):
         ow.load_compressed_pickle(tmp_path / "m", device="cuda:63")

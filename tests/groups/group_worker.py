@@ -392,8 +392,8 @@ def mapped(folder: Path) -> None:
     relays.SHARE = (1 << 20) + 4096
     members = grouping.members_of(world)
     prepared: list[str] = []  # devices that are prepared while headers are read, with any group backend
-    real = loading.prepare
-    loading.prepare = lambda device, exchange: prepared.append(device) or real(device, exchange)
+    real = loading.prepare_gpu
+    loading.prepare_gpu = lambda device, exchange: prepared.append(device) or real(device, exchange)
     for file in ("plain.safetensors", "compressed.safetensors"):
         for shard in ({}, SHARD):
             got = ow.load_file(folder / file, group=world, shard=shard, device=DEVICE)

@@ -421,7 +421,7 @@ def test_the_tables_of_names_agree() -> None:
 COMPAT_API = """
     Hosted KeptFile Manifest apart apply_part await_path bytes_of_plain check_memory
     check_switches error_of_system forked group_verb honour_nyacomp imported is_compressed is_remote landing
-    load_plain many_objects meet_to_load new_lock number_of parse_size path_of prepare
+    load_plain many_objects meet_to_load new_lock number_of parse_size path_of prepare_gpu
     regular resolve save_bytes save_listed setting should_share_reading
     skip_at_exit start_thread state_of_file states_of stream_blocks table_of torch_dtype torch_shape
     written

@@ -8,9 +8,9 @@ from typing import Any
 
 from ..dtypes import nbytes
 from ..errors import DeviceError, FormatError
-from ..frameworks.choose import frame_for
+from ..frameworks.choose import frame_for, prepare_gpu
 from ..jobs import Job
-from ..model.opened import Model, prepare
+from ..model.opened import Model
 
 # Metadata keys of a container: the names of its blobs in order, one per line, and their devices, one per line or a
 # single line for all. Do not change these keys, because existing files contain them.
@@ -72,7 +72,7 @@ class Landing:
             others = sorted(set(were) - {"cpu", _ARRAY})
             for name in others:
                 if name.startswith("cuda:"):
-                    prepare(name)  # the engine initialises the GPU while torch does the same
+                    prepare_gpu(name)  # the engine initialises the GPU while torch does the same
             for name in others:
                 self._check_device(name)
         return ["cpu" if name == _ARRAY else device or name for name in were]

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from .._engine import open_library
 from .._imports import Undisturbed
-from ..frameworks.choose import check_device, frame_for
+from ..frameworks.choose import check_device, frame_for, prepare_gpu
 from ..jobs import shown
-from ..model.opened import prepare
 from ..model.options import check_options, spell_out
 from ..model.saveoptions import UnpickleOptions
 from ..model.sourcelike import SourceLike
@@ -70,7 +69,7 @@ def _load_object(
     open_library()  # the Go runtime starts during the imports below
     where = None if device is None else check_device(device, None if device == "cpu" else frame_for("torch"))
     if where is not None:
-        prepare(where)
+        prepare_gpu(where)
     storage(storage_options, [target])  # raises for a local path with options
     data, model = open_pair(target, folders, tensors, storage_options)
     with model, Landing(model, shown(target), where, watcher) as blobs:

@@ -22,9 +22,10 @@ from typing import Any
 from .._undo import after_error, keep_error
 from ..dtypes import torch_shape
 from ..errors import ArgumentError, CancelledError, NotSupportedError, OutOfMemoryError, OverwireError
+from ..frameworks.choose import prepare_gpu
 from ..model.budget import fit
 from ..model.loads import Load
-from ..model.opened import WHOLE, Model, Target, pack_requests, prepare
+from ..model.opened import WHOLE, Model, Target, pack_requests
 from ..model.options import ShardLike
 from ..model.sourcelike import SourceLike
 from ..progress import Progress, ProgressLike, watch
@@ -117,7 +118,7 @@ class TensorLoad:
             raise ArgumentError("overwire: group: only torch tensors are supported: use framework='pt'")
         self._watcher = watch(progress, "load" if budgets[0] is None else "stream")
         link = members.sending_device(device) if self._exchange == "collective" else ""
-        prepare(link or device, self._exchange != "none")  # prepares the device that receives stored bytes
+        prepare_gpu(link or device, self._exchange != "none")  # prepares the device that receives stored bytes
         self.model = Model(source, device=device, **whole)
         self._load = GroupLoad(members, [self.model])
         self.model.alone()  # preloaded tensors are not shared with other ranks

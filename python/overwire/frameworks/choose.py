@@ -12,23 +12,10 @@ from typing import Any
 from .. import _verbs
 from .._imports import Undisturbed, imported
 from ..errors import ArgumentError, MissingPackageError, NotSupportedError
+from . import PACKAGES, check_framework
 from .frame import ODD, Columns, Frame
 
-_NAMES = {
-    "pt": "torch",
-    "torch": "torch",
-    "pytorch": "torch",
-    "np": "numpy",
-    "numpy": "numpy",
-    "bytes": "bytes",
-}
 HOST = -2  # the engine's number for the host
-
-
-def check_framework(framework: object) -> None:
-    """Raises ArgumentError for an invalid `framework=` argument."""
-    if framework is not None and (not isinstance(framework, str) or framework not in _NAMES):
-        raise ArgumentError(f"overwire: framework {framework!r}: expected 'pt' (torch), 'np' (numpy) or 'bytes'")
 
 
 def frame_for(framework: str | None) -> Frame:
@@ -37,7 +24,7 @@ def frame_for(framework: str | None) -> Frame:
     if framework is None:
         name = "torch" if imported("torch") is not None or find_spec("torch") else "numpy"
     else:
-        name = _NAMES[framework]
+        name = PACKAGES[framework]
     frame = _find_frame(name)
     frame.refuse_mode()
     return frame
@@ -123,7 +110,7 @@ def device_number(device: Any) -> int:
         return HOST  # answered without the engine, so that loads to the host work in a forked child
     if isinstance(device, int) and not isinstance(device, bool):
         return _verbs.device(f"cuda:{device}")
-    if isinstance(device, str) and device in _NAMES:
+    if isinstance(device, str) and device in PACKAGES:
         raise ArgumentError(f"overwire: device {device!r}: this is a framework: write framework={device!r}")
     if not isinstance(device, str) and type(device).__module__ != "torch":
         raise ArgumentError(f"overwire: device {device!r}: expected 'cpu', 'cuda', 'cuda:1', a torch.device or an int")
@@ -148,7 +135,19 @@ def check_device(device: Any, frame: Frame | None = None) -> str:
         raise NotSupportedError(
             f"overwire: device {device!r}: {frame.name} arrays cannot be on a GPU; load with framework='pt'"
         )
+    return _name_gpu(number)
+
+
+def _name_gpu(number: int) -> str:
     if number < 0:
         torch = imported("torch")
         number = torch.cuda.current_device() if torch is not None and torch.cuda.is_initialized() else 0
     return f"cuda:{number}"
+
+
+def prepare_gpu(device: Any, exchange: bool = False) -> None:
+    """Starts to initialise the GPU of a `device=` argument before a load needs it. exchange: whether ranks will
+    exchange bytes."""
+    number = device_number(device)
+    if number != HOST:
+        _verbs.prepare(_name_gpu(number), int(exchange))

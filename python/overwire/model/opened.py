@@ -442,12 +442,6 @@ def check_target(framework: Any, device: Any, options: Mapping[str, Any]) -> Tar
     return Target(frame, check_device(device, frame), check_dtype(frame, dtype), options.get("max_memory"))
 
 
-def prepare(device: str, exchange: bool = False) -> None:
-    """Starts to initialise a GPU before a load needs it. exchange: whether ranks will exchange bytes."""
-    if device != "cpu":
-        _verbs.prepare(device, int(exchange))
-
-
 def pack_requests(requests: Iterable[Sequence[int]]) -> bytes:
     """Packs requests for the engine. A request has a position, an address, and the ranges of dimensions 0 and 1."""
     return array("q", [number for request in requests for number in request]).tobytes()

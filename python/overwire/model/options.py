@@ -8,9 +8,8 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, Union
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict
 
-from .._verbs import knobs
 from ..errors import ArgumentError, did_you_mean
 
 if TYPE_CHECKING:
@@ -22,19 +21,19 @@ if TYPE_CHECKING:
     from .storageoptions import StorageOptions
 
 #: "cpu", "cuda", "cuda:1", a torch.device, or the number of a GPU.
-DeviceLike = Union[str, int, "torch.device"]
+DeviceLike: TypeAlias = "str | int | torch.device"
 
 #: A torch or numpy dtype, or a name: "bfloat16", "bf16", "torch.bfloat16", "BF16".
-DTypeLike = Union[str, "torch.dtype", "numpy.dtype[Any]", type[Any]]
+DTypeLike: TypeAlias = "str | torch.dtype | numpy.dtype[Any] | type[Any]"
 
 #: A value that can be saved: a torch tensor, a numpy array, or a `TensorSpec`.
-TensorLike = Union["torch.Tensor", "numpy.ndarray[Any, Any]", "numpy.generic", "TensorSpec"]
+TensorLike: TypeAlias = "torch.Tensor | numpy.ndarray[Any, Any] | numpy.generic | TensorSpec"
 
-TorchName = Literal["pt", "torch", "pytorch"]
-ArrayName = Literal["np", "numpy"]
-BytesName = Literal["bytes"]
+TorchName: TypeAlias = 'Literal["pt", "torch", "pytorch"]'
+ArrayName: TypeAlias = 'Literal["np", "numpy"]'
+BytesName: TypeAlias = 'Literal["bytes"]'
 #: Values of `framework=` other than None.
-FrameworkName = Literal["pt", "torch", "pytorch", "np", "numpy", "bytes"]
+FrameworkName: TypeAlias = 'Literal["pt", "torch", "pytorch", "np", "numpy", "bytes"]'
 
 #: Values of `read=` other than None.
 ReadWay = Literal["auto", "buffered", "direct", "gds"]
@@ -311,6 +310,8 @@ for _power, _letter in enumerate("KMGT", start=1):
 
 def setting(name: str) -> str | int | bool:
     """Returns the value of one of overwire's environment variables, or its default."""
+    from .._verbs import knobs  # few loads read a setting
+
     return next(row["value"] for row in knobs() if row["name"] == name)
 
 

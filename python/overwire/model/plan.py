@@ -10,8 +10,7 @@ from .budget import estimate
 from .opened import Model, check_target, opening
 from .options import DeviceLike, FrameworkName, PlanOptions, check_options, parse_size, spell_out
 from .sourcelike import SourceLike
-from .sources import check_source
-from .starting import start_engine
+from .starting import check_source, start_engine
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

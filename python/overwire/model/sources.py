@@ -11,34 +11,10 @@ from typing import TYPE_CHECKING, Any
 from ..errors import ArgumentError
 from ..files import AnonymousMemory, may_be_foreign, number_of
 from ..paths import is_remote, local
+from .starting import source_error
 
 if TYPE_CHECKING:
     from .._requests import VerifyCopy
-
-
-def named(verb: str, source: Any, filename: Any, name: str = "source") -> Any:
-    """Returns the source of a call, which may also be passed as `filename=`, as in safetensors."""
-    if filename is None:
-        return source
-    if source is not None:
-        raise TypeError(f"{verb}() got both {name} and filename")
-    return filename
-
-
-def check_source(source: Any) -> None:
-    """Raises ArgumentError for a source of an invalid type or text. Opens nothing."""
-    if isinstance(source, (str, bytes, os.PathLike)):
-        local(source)
-    elif not hasattr(source, "read") and not hasattr(source, "shared_model"):
-        try:
-            iter(source)
-        except TypeError:
-            raise _source_error(source) from None
-
-
-def _source_error(source: Any) -> ArgumentError:
-    kind = type(source).__name__
-    return ArgumentError(f"overwire: source: expected a path, a list of paths or an open file, got {kind}")
 
 
 def resolve(source: Any) -> tuple[list[str], Any]:
@@ -50,7 +26,7 @@ def resolve(source: Any) -> tuple[list[str], Any]:
     try:
         uris = [local(part) for part in source]
     except TypeError:
-        raise _source_error(source) from None
+        raise source_error(source) from None
     if not uris:
         raise ArgumentError("overwire: source: the list of files is empty")
     return uris, None

@@ -19,7 +19,7 @@ from .._engine import forked
 from ..dtypes import nbytes, torch_shape
 from ..errors import ArgumentError, CorruptError
 from ..jobs import log
-from ..model.opened import WHOLE, Model, Target, check_target, opening, prepare
+from ..model.opened import WHOLE, Model, Target, check_target, opening
 from ..model.options import parse_size
 
 if TYPE_CHECKING:
@@ -43,7 +43,6 @@ class Loader:
     def __init__(
         self, source: Any, target: Target, opens: Mapping[str, Any], progress: ProgressLike, parts: bool
     ) -> None:
-        prepare(target.device)
         self.target, self._progress = target, progress
         if isinstance(opens.get("keys"), Iterator):  # `load_all` may open the files again
             opens = {**opens, "keys": list(opens["keys"])}

@@ -16,8 +16,7 @@ from ..model.opened import Model
 from ..model.options import DeviceLike, ModuleOptions, check_options, check_values, spell_out
 from ..model.saveoptions import SaveOptions
 from ..model.sourcelike import SourceLike
-from ..model.sources import check_source
-from ..model.starting import start_engine
+from ..model.starting import check_source, start_engine
 from .into import ALL, Destination, common_device, local_destination
 from .starting import open_loader
 from .states import EXTRA, tensors_of_module

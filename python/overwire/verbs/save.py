@@ -16,7 +16,7 @@ from ..frameworks.views import Bytes
 from ..jobs import Job
 from ..model.options import Level, TensorLike, check_options, check_values, parse_size, spell_out
 from ..model.saveoptions import SaveOptions
-from ..model.sources import named
+from ..model.starting import named
 from ..model.storage import storage
 from ..model.storageoptions import StorageOptions
 from ..paths import local, local_file

@@ -1,18 +1,18 @@
-"""Starts the engine for a load, and imports the modules for loading while the engine starts."""
+"""Starts the engine and the GPU for a load, and imports the modules for loading meanwhile."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import cache, partial
+from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from .._imports import Undisturbed
 from ..errors import NotSupportedError
 from ..model.options import check_options
-from ..model.sources import check_source, named
-from ..model.starting import start_engine
+from ..model.starting import check_source, named, start_engine
 
 if TYPE_CHECKING:
     from .loader import Loader
@@ -46,18 +46,18 @@ def open_loader(
                 )
             rest = {name: value for name, value in options.items() if name != "base"}
             load_base = partial(open_loader, verb, kind, rest, base, device, framework)
-            based: Loader = _import_loaders().BasedLoader(load_base, base, source, device, framework, rest)
+            based: Loader = _import_module(".loader").BasedLoader(load_base, base, source, device, framework, rest)
             return based
         check_source(source)
         start_engine(framework)  # the Go runtime starts during the imports
         device = default_device if device is None else device
-        chosen: Loader = _import_loaders().choose_loader(stack, source, device, framework, options, parts)
+        if group is None:
+            _import_module("..frameworks.choose").prepare_gpu(device)  # so does the GPU
+        chosen: Loader = _import_module(".loader").choose_loader(stack, source, device, framework, options, parts)
         return chosen
 
 
 @cache
-def _import_loaders() -> ModuleType:
+def _import_module(name: str) -> ModuleType:
     with Undisturbed():  # a signal handler may call overwire
-        from . import loader
-
-        return loader
+        return import_module(name, __package__)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import overwire
-from overwire._compat_api import KeptFile, new_lock, prepare
+from overwire._compat_api import KeptFile, new_lock, prepare_gpu
 from overwire._undo import after_error, tell_error
 
 from ._errors import reading
@@ -102,7 +102,7 @@ def ready(device_map: Any) -> None:
     """Begins to prepare the engine for the devices of a device_map, or for one device."""
     devices = device_map.values() if isinstance(device_map, Mapping) else (device_map,)
     for device in {_engines(device) for device in devices} - {None, "cpu"}:
-        prepare(str(device))
+        prepare_gpu(str(device))
 
 
 class PlainFile:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ... import load_file, safe_open
-from ..._compat_api import prepare, resolve, skip_at_exit
+from ..._compat_api import prepare_gpu, resolve, skip_at_exit
 from ...errors import CorruptError, CryptographyError, FormatError, NotSupportedError
 from ...records import OpenRecords, Record, derive_key
 from ...stores import ObjectReader, shown
@@ -85,7 +85,7 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
             self._device = _current_cuda()
             self._dynamic = lazy_load
         if self._device.type == "cuda" and not lazy_load:
-            prepare(str(self._device))  # runs while the file is opened
+            prepare_gpu(str(self._device))  # runs while the file is opened
         if encryption is not None and not isinstance(encryption, DecryptionParams):
             kind = encryption.__class__.__name__
             raise TypeError(f"encryption parameter: expected DecryptionParams instance or None, {kind} found")

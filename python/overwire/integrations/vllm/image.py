@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ..._compat_api import prepare, start_thread
+from ..._compat_api import prepare_gpu, start_thread
 from ..kept_model import keep_files
 from ..kept_model.keep_files import Damaged, Refused
 
@@ -151,7 +151,7 @@ class PoolImage:
         path = self._find_file()
         if path is None:
             raise Refused("the file with the weights has been removed")
-        prepare(self._device)
+        prepare_gpu(self._device)
         return overwire.safe_open(path, framework="pt", device=self._device)
 
 
