@@ -94,7 +94,7 @@ class FixedRing(Ring):
                 number = (at + ahead) % len(self._blocks)
                 if self._slot_for(number) is not slot:
                     self._load_block(number, self._slot_for(number))
-            self._carrier.await_ready(slot)
+            self._await_decoded(slot)
             self._running = at, self._carrier.stream()
 
     def _slot_for(self, at: int) -> Slot:
