@@ -1,5 +1,5 @@
-"""Tests that no output is computed from a block whose stored bytes are damaged, although a GPU decodes it later than the
-host queues its work."""
+"""Tests that no output is computed from a block with damaged stored bytes, although a GPU decodes a block later than
+the host queues its work."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from test_offload import Model, outputs
 from test_offload_groups import Buffers, buffers, group  # noqa: F401
 from test_offload_streams import Device, device  # noqa: F401
 
-TIERS: dict[str, dict[str, Any]] = {"host": {}, "device": {"where": "device"}, "auto": {"where": "auto", "room": 150_000}}
+TIERS: dict[str, dict[str, Any]] = {"host": {}, "device": {"where": "device"}}
+TIERS["auto"] = {"where": "auto", "room": 150_000}
 
 
 @contextmanager
@@ -36,15 +37,16 @@ def runs_of(model: Model, at: int) -> list[int]:
     return runs
 
 
-@pytest.mark.parametrize("tier", [*TIERS, "fixed"])
+@pytest.mark.parametrize("tier", [*TIERS, "fixed host", "fixed device"])
 @pytest.mark.parametrize("at", [0, 2, 4])
 def test_a_damaged_block_does_not_run(device: Device, tier: str, at: int) -> None:  # noqa: F811
     """Each pass with the block raises before the block runs. Other blocks run, and passes are right again after the
     bytes are."""
     model = Model()
     expected, before, runs = outputs(model), copy.deepcopy(model), runs_of(model, at)
-    if tier == "fixed":
-        offloaded = stream_blocks(model, torch.device("cpu"), model.layers, list(model.parameters()), static=True)
+    if tier.startswith("fixed"):
+        moved, where = list(model.parameters()), tier.removeprefix("fixed ")
+        offloaded: Any = stream_blocks(model, torch.device("cpu"), model.layers, moved, static=True, where=where)
     else:
         offloaded = ow.offload(model, "cpu", **TIERS[tier])
     with offloaded:
