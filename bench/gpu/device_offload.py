@@ -4,10 +4,13 @@ libraries in one run.
     PYTHONPATH=python python bench/gpu/device_offload.py [--models llama,...] [--layers 5] [--repeat 5] [--ways keep,..]
 
 The models are llama (2.43 GB of bf16 in 5 layers, a forward of 8 tokens, limited by the link), compute (the same with a
-forward of 16 x 4096 tokens, which hides the copies) and unet (Stable Diffusion XL's with random weights, one step at 64
-x 64 latents). The modes are resident, overwire, device (compressed weights on the GPU), auto (half of them there), keep
-(half of the blocks stay), source (from a compressed file), accelerate, streamed (accelerate under
-patch_safetensors(offload=True)), diffusers (group offload by blocks, with streams) and flextensor.
+forward of 16 x 4096 tokens, which hides the copies), unet (Stable Diffusion XL's with random weights, one step at 64
+x 64 latents) and flux (FLUX.1's block shapes with random weights: a double and two single blocks for each of --layers,
+one step at 4096 + 512 tokens). The modes are resident, overwire, device (compressed weights on the GPU), auto (half of
+them there), keep (half of the blocks stay), source (from a compressed file), ready (like device, from a compressed file
+to a model on the meta device: the time until it can run), accelerate, streamed (accelerate under
+patch_safetensors(offload=True)), diffusers (group offload by blocks, with streams), flextensor, and those of
+offload_peers.py: entropack and entropack-ans (its two lossless codecs), dfloat11, and vllm (its prefetching offloader).
 
 Each model runs in a separate process, which tries the modes in order on copies of one model. For each it prints the
 median of the passes, the rate of weights, the peak memory on the device, the resident set on the host, and the time
@@ -30,15 +33,21 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import offload_peers
 import torch
 
+ON_DEVICE = ("entropack", "entropack-ans", "dfloat11")
 WAYS = {
-    "llama": ("resident", "overwire", "device", "auto", "keep", "source", "streamed", "accelerate", "flextensor", "diffusers"),
-    "compute": ("resident", "overwire", "device", "auto", "keep"),
+    "llama": (
+        "resident", "overwire", "device", "auto", "keep", "source", "ready", "streamed", *ON_DEVICE, "vllm",
+        "accelerate", "flextensor", "diffusers",
+    ),
+    "compute": ("resident", "overwire", "device", "auto", "keep", *ON_DEVICE, "vllm"),
     "unet": ("resident", "overwire", "device", "keep", "diffusers", "flextensor"),
-}
-OURS = ("overwire", "device", "auto", "keep", "source", "streamed")
-PEERS = ("accelerate", "flextensor", "diffusers")
+    "flux": ("resident", "overwire", "device", "keep", *ON_DEVICE),
+}  # fmt: skip
+OURS = ("overwire", "device", "auto", "keep", "source", "ready", "streamed")
+PEERS = ("accelerate", "flextensor", "diffusers", "vllm")
 
 
 class Layer(torch.nn.Module):
@@ -71,6 +80,70 @@ class Llama(torch.nn.Module):
         return x
 
 
+class Stream(torch.nn.Module):
+    """One of the two streams of a FLUX double block."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.modulation, self.qkv = torch.nn.Linear(width, 6 * width), torch.nn.Linear(width, 3 * width)
+        self.proj = torch.nn.Linear(width, width)
+        self.up, self.down = torch.nn.Linear(width, 4 * width), torch.nn.Linear(4 * width, width)
+
+    def heads(self, x: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor) -> list[torch.Tensor]:
+        y = torch.nn.functional.layer_norm(x, x.shape[-1:]) * (1 + scale) + shift
+        return list(self.qkv(y).unflatten(-1, (3, -1, 128)).permute(2, 0, 3, 1, 4))
+
+    def end(self, x: torch.Tensor, attended: torch.Tensor, parts: Any) -> torch.Tensor:
+        gate, shift, scale, second = parts
+        x = x + gate * self.proj(attended)
+        y = torch.nn.functional.layer_norm(x, x.shape[-1:]) * (1 + scale) + shift
+        return x + second * self.down(torch.nn.functional.gelu(self.up(y), approximate="tanh"))
+
+
+class Double(torch.nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.image, self.text = Stream(width), Stream(width)
+
+    def forward(self, x: torch.Tensor, text: torch.Tensor, vector: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        parts = [one.modulation(vector)[:, None].chunk(6, -1) for one in (self.text, self.image)]
+        pairs = [one.heads(y, *p[:2]) for one, y, p in zip((self.text, self.image), (text, x), parts, strict=True)]
+        q, k, v = (torch.cat(both, 2) for both in zip(*pairs, strict=True))
+        y = torch.nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        count = text.shape[1]
+        return self.image.end(x, y[:, count:], parts[1][2:]), self.text.end(text, y[:, :count], parts[0][2:])
+
+
+class Single(torch.nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.modulation = torch.nn.Linear(width, 3 * width)
+        self.first, self.second = torch.nn.Linear(width, 7 * width), torch.nn.Linear(5 * width, width)
+
+    def forward(self, x: torch.Tensor, vector: torch.Tensor) -> torch.Tensor:
+        shift, scale, gate = self.modulation(vector)[:, None].chunk(3, -1)
+        y = self.first(torch.nn.functional.layer_norm(x, x.shape[-1:]) * (1 + scale) + shift)
+        qkv, inner = y.split([3 * x.shape[-1], 4 * x.shape[-1]], -1)
+        q, k, v = qkv.unflatten(-1, (3, -1, 128)).permute(2, 0, 3, 1, 4)
+        y = torch.nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        return x + gate * self.second(torch.cat([y, torch.nn.functional.gelu(inner, approximate="tanh")], -1))
+
+
+class Flux(torch.nn.Module):
+    def __init__(self, layers: int, width: int = 3072) -> None:
+        super().__init__()
+        self.doubles = torch.nn.ModuleList(Double(width) for _ in range(layers))
+        self.singles = torch.nn.ModuleList(Single(width) for _ in range(2 * layers))
+
+    def forward(self, x: torch.Tensor, text: torch.Tensor, vector: torch.Tensor) -> torch.Tensor:
+        for double in self.doubles:
+            x, text = double(x, text, vector)
+        x = torch.cat([text, x], 1)
+        for single in self.singles:
+            x = single(x, vector)
+        return x
+
+
 def build(kind: str, layers: int) -> tuple[torch.nn.Module, dict[str, Any]]:
     """Builds the model on the CPU with seeded values, and its arguments on the GPU."""
     torch.manual_seed(1)
@@ -98,12 +171,16 @@ def build(kind: str, layers: int) -> tuple[torch.nn.Module, dict[str, Any]]:
                 "encoder_hidden_states": torch.randn(2, 77, 2048),
                 "added_cond_kwargs": {"text_embeds": torch.randn(2, 1280), "time_ids": torch.randn(2, 6)},
             }
+        elif kind == "flux":
+            model = Flux(layers)
+            arguments = {"x": torch.randn(1, 4096, 3072), "text": torch.randn(1, 512, 3072)}
+            arguments["vector"] = torch.randn(1, 3072)
         else:
             model = Llama(layers)
             arguments = {"x": torch.randn(16 if kind == "compute" else 1, 4096 if kind == "compute" else 8, 4096)}
     torch.set_default_dtype(torch.float32)
     model.requires_grad_(False)
-    if kind != "unet":
+    if kind in ("llama", "compute"):
         for parameter in model.parameters():
             parameter.data.mul_(0.5)
     return model.cpu().eval(), arguments
@@ -117,6 +194,7 @@ class Row(NamedTuple):
     host: int
     equal: bool
     offloaded: Any
+    start: float
 
 
 def prepare(way: str, model: torch.nn.Module, kind: str, folder: Path) -> Any:
@@ -124,15 +202,21 @@ def prepare(way: str, model: torch.nn.Module, kind: str, folder: Path) -> Any:
     gpu = torch.device("cuda", 0)
     if way == "resident":
         model.to(gpu)
-    elif way in ("overwire", "device", "auto", "keep", "source"):
+    elif way in ("overwire", "device", "auto", "keep", "source", "ready"):
         import overwire as ow
 
         nbytes = sum(parameter.nbytes for parameter in model.parameters())
-        source = folder / "model.safetensors" if way == "source" else None
-        where: Any = way if way in ("device", "auto") else "host"
+        source = folder / "model.safetensors" if way in ("source", "ready") else None
+        where: Any = {"device": "device", "ready": "device", "auto": "auto"}.get(way, "host")
         room = nbytes // 3 if way == "auto" else None
         keep = nbytes // 2 if way == "keep" else None
         return ow.offload(model, "cuda", keep=keep, where=where, room=room, source=source)
+    elif way.startswith("entropack"):
+        offload_peers.compress_with_entropack(model, gpu, "TileANS" if way == "entropack-ans" else "DFloat11")
+    elif way == "dfloat11":
+        offload_peers.compress_with_dfloat11(model, gpu)
+    elif way == "vllm":
+        offload_peers.prefetch_with_vllm(model, gpu)
     elif way == "accelerate":
         import accelerate
 
@@ -157,7 +241,9 @@ def prepare(way: str, model: torch.nn.Module, kind: str, folder: Path) -> Any:
     else:
         import flextensor
 
-        patterns = ["layers.*"] if kind != "unet" else ["down_blocks.*", "mid_block*", "up_blocks.*"]
+        patterns = {
+            "unet": ["down_blocks.*", "mid_block*", "up_blocks.*"], "flux": ["doubles.*", "singles.*"],
+        }.get(kind, ["layers.*"])  # fmt: skip
         return flextensor.offload(model, config=flextensor.OffloadConfig(include_patterns=patterns))
     return None
 
@@ -182,7 +268,11 @@ def run_way(
     nbytes = sum(parameter.nbytes for parameter in original.parameters())
     free_all()
     host, device = resident_set(), torch.cuda.memory_allocated()
-    model = copy.deepcopy(original)
+    known: dict[int, Any] = {}
+    if way == "ready":
+        on_meta = [torch.nn.Parameter(torch.empty_like(one, device="meta"), False) for one in original.parameters()]
+        known = {id(one): other for one, other in zip(original.parameters(), on_meta, strict=True)}
+    model = copy.deepcopy(original, known)
     began = time.perf_counter()
     offloaded = prepare(way, model, kind, folder)
     torch.cuda.synchronize()
@@ -206,7 +296,7 @@ def run_way(
     del output
     device = torch.cuda.max_memory_allocated() - device
     ours = offloaded if way in OURS else None
-    row = Row(statistics.median(seconds[2:]), device, resident_set() - host, equal, ours)
+    row = Row(statistics.median(seconds[2:]), device, resident_set() - host, equal, ours, start)
     more = f" ring {ours.ring / 1e9:.2f} kept {ours.kept / 1e9:.2f} stored {ours.stored / 1e9:.2f}" if ours else ""
     more += f" on the device {ours.stored_on_device / 1e9:.2f}" if ours and ours.stored_on_device else ""
     print(
@@ -230,7 +320,7 @@ def run_model(kind: str, layers: int, repeat: int, ways: list[str]) -> bool:
     rows: dict[str, Row] = {}
     wanted: Any = None
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
-        if "source" in ways:
+        if not {"source", "ready"}.isdisjoint(ways):
             import overwire as ow
 
             ow.save_model(original, Path(folder) / "model.safetensors")
@@ -245,6 +335,10 @@ def run_model(kind: str, layers: int, repeat: int, ways: list[str]) -> bool:
                 print_aims(kind, way, rows, nbytes)
                 rows[way].offloaded.close()
                 rows[way] = rows[way]._replace(offloaded=None)
+    for way in ON_DEVICE:
+        if way in rows and "device" in rows:
+            ratio = rows[way].seconds / rows["device"].seconds
+            print(f"{kind}: device is {ratio:.2f} x as fast as {way} (aim 1.5 with llama)", flush=True)
     best = min((rows[way].seconds for way in PEERS if way in rows and rows[way].equal), default=None)
     if best and "overwire" in rows:
         aim = " (aim 3)" if kind == "llama" else ""
@@ -264,6 +358,9 @@ def print_aims(kind: str, way: str, rows: dict[str, Row], nbytes: int) -> None:
     if resident and way == "device":
         weights = (row.device - resident.device) / nbytes + 1
         texts.append(f"device {weights:.3f} of the weights (aim 0.68 and two blocks)")
+    if way == "ready":
+        limit = link() * nbytes / (offloaded.stored_on_device + nbytes - offloaded.nbytes)
+        texts.append(f"ready at {nbytes / row.start / 1e9:.1f} GB/s, the link allows {limit:.1f} (aim 0.9 of that)")
     if way in ("overwire", "source") and offloaded.nbytes:
         texts.append(f"host {offloaded.stored / offloaded.nbytes:.3f} of the weights streamed (aim 0.68)")
     if resident:

@@ -87,6 +87,7 @@ func TestDoctorOfModelsFake(t *testing.T) {
 		{plain, 1 << 30, "resident", "fits\n"}, {packed, 1 << 30, "resident", "fits\n"},
 		{packed, 16 << 20, "device", "2 to 3 times as long as with resident weights"},
 		{plain, 16 << 20, "auto", `where="auto", room=8921772)`},
+		{plain, 16 << 20, "auto", "at most 8.0 MB on the host for each of 2 ranks, together 16 MB instead of 32 MB"},
 		{plain, 4 << 20, "", "cannot run it here"}, {packed, 1 << 20, "", "cannot run it here"},
 	} {
 		path, bytes := want.path, want.bytes

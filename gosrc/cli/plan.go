@@ -77,7 +77,11 @@ func tierText(t plan.Tier) string {
 	if t.Host > 0 {
 		text += ", " + bytesText(t.Host) + " on the host"
 	}
-	return text + "; " + t.Cost
+	text += "; " + t.Cost
+	if t.Group != "" {
+		text += "; " + t.Group
+	}
+	return text
 }
 
 // offloadText describes an offload's memory on the device and the host, in two lines.
@@ -161,6 +165,11 @@ func (m *Model) writeLines(available int64, line func(name, format string, args 
 	}
 	for _, fit := range m.GPUs {
 		line(fmt.Sprintf("model on cuda:%d", fit.Index), "%s", fit.describeFit())
+	}
+	if n := int64(len(m.GPUs)); n > 1 && m.GPUs[0].Where == "auto" {
+		host := m.GPUs[0].Tiers[2].Host
+		line("model on all GPUs", "overwire.offload(model, group=): at most %s on the host for each of %d ranks, "+
+			"together %s instead of %s", bytesText((host+n-1)/n), n, bytesText(host), bytesText(n*host))
 	}
 }
 

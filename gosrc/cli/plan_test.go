@@ -56,6 +56,7 @@ func TestPlan(t *testing.T) {
 		{"load --plan " + path, "at peak"},
 		{"load --plan " + path, "weights compressed on the device: 19 MB on the device; each pass decodes all weights"},
 		{"load --plan " + path, "weights compressed on the host: 4.5 MB on the device, 16 MB on the host; each pass also"},
+		{"load --plan " + path, "with group=, each of N GPUs of a host keeps and copies 1/N"},
 		{"load --plan --keep 0 " + path,
 			"streamed: 16 blocks (16 MB), from layers.0 to layers.15, with at most 16 MB of host memory"},
 		{"load --plan --keep 1TB " + path, "nothing is streamed"}, {"doctor " + path, path},

@@ -37,6 +37,7 @@ type Tier struct {
 	Device int64  `json:"device"` // bytes of device memory
 	Host   int64  `json:"host"`   // bytes of host memory
 	Cost   string `json:"cost"`
+	Group  string `json:"group,omitempty"` // what the argument group changes, if several GPUs run the model
 }
 
 // TierList returns the tiers for the model, the fastest first. If there are no blocks to stream, it returns only one.
@@ -51,7 +52,9 @@ func (o *Offload) TierList() []Tier {
 		Tier{Where: "device", Device: device, Cost: "each pass decodes all weights: long prompts, batches and " +
 			"diffusion hide it, but at one token at a time a pass takes 2 to 3 times as long as with resident weights"},
 		Tier{Where: "host", Device: o.DeviceBytes(), Host: o.Stored, Cost: "each pass also copies all compressed " +
-			"weights to the device: only passes that compute for longer than the copy hide it"})
+			"weights to the device: only passes that compute for longer than the copy hide it",
+			Group: "with group=, each of N GPUs of a host keeps and copies 1/N of the compressed weights: passes " +
+				"that wait for copies are faster, others only save host memory"})
 }
 
 // A module groups the tensors with the same first elements of their names.

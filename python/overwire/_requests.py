@@ -95,6 +95,7 @@ class PlanTier(TypedDict):
     device: int
     host: int
     cost: str
+    group: NotRequired[str]
 
 
 class LoadEstimate(TypedDict):

@@ -63,11 +63,15 @@ def streams(path: Path, plain: Path, where: tuple[int, int, int]) -> None:
     theirs, config = base.load(plain, *where, "safetensors")
     wanted = {tokens: outputs(theirs, config, tokens) for tokens in (1, 9)}
     layer = sum(parameter.nbytes for parameter in theirs.model.layers[0].parameters())
-    for keep, count in ((True, base.LAYERS), (f"{layer}B", base.LAYERS - 1), ("1GB", 0)):
-        model, config = base.load(path, *where, "overwire", {"offload": keep})
+    cases = [(True, base.LAYERS, "host"), (f"{layer}B", base.LAYERS - 1, "host"), ("1GB", 0, "host")]
+    for keep, count, tier in [*cases, (True, base.LAYERS, "device")]:
+        model, config = base.load(path, *where, "overwire", {"offload": keep, "offload_where": tier})
         offloaded = model.__dict__["_overwire_offloaded"]
         if len(offloaded.blocks) != count or offloaded.nbytes != count * layer:
             raise SystemExit(f"{path}, keep {keep}: {offloaded}")
+        is_stored = offloaded.stored > 0, offloaded.stored_on_device > 0
+        if is_stored != (count > 0 and tier == "host", tier == "device"):
+            raise SystemExit(f"{path}, keep {keep}, {tier}: {offloaded}")
         for tokens in (9, 1, 9):
             for ours, own in zip(outputs(model, config, tokens), wanted[tokens], strict=True):
                 if not torch.equal(ours, own):
@@ -151,7 +155,7 @@ def away() -> None:
     plug_in._wrap_gpu_worker(workers)
     worker = Worker()
     for name in ("reload_weights", "sleep", "update_weights"):
-        base.fails(name, ("ValueError", "are compressed on the host"), getattr(worker, name))
+        base.fails(name, ("ValueError", "layers of the model are compressed"), getattr(worker, name))
     if worker.changes:
         raise SystemExit("a refused change has begun")
 
@@ -179,6 +183,8 @@ def refusals(path: Path, where: tuple[int, int, int]) -> None:
         ("cannot be combined", {"offload": True, "prepared": True}, {}),
         ("offload must be", {"offload": 5}, {}),
         ("expected a number of bytes", {"offload": "many"}, {}),
+        ("offload_where must be 'host' or 'device'", {"offload": True, "offload_where": "auto"}, {}),
+        ("offload_where needs offload", {"offload_where": "device"}, {}),
     ):
         base.fails(words, (words,), functools.partial(attempt, extra, **more))
     if get_offloader() is not before:

@@ -32,7 +32,8 @@ def main() -> int:
         if source.suffix != ".so" and source.name != "__pycache__":
             (package / source.name).symlink_to(source)
     setup.build_library(package / "_core.abi3.so", fake=True)
-    files = [f"tests/gpu/test_gpu_{name}.py" for name in ("codecs", "deltas", "digest", "gather", "nvcomp", "sleep")]
+    names = ("codecs", "deltas", "digest", "gather", "nvcomp", "ring", "sleep")
+    files = [f"tests/gpu/test_gpu_{name}.py" for name in names]
     command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", *files, *sys.argv[1:]]
     return subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(FAKE)}, check=False).returncode
 

@@ -1,5 +1,6 @@
 """Runs the ranks of tests/gpu/test_gpu_gather.py as forks of one process. The command line names a folder, the number
-of ranks, and the case: "mapped", "host" (GPUs do not map each other's memory) or "killed" (rank 1 dies)."""
+of ranks, and the case: "mapped", "file" (blocks come from a compressed file), "host" (GPUs do not map each other's
+memory) or "killed" (rank 1 dies)."""
 
 from __future__ import annotations
 
@@ -18,6 +19,7 @@ from overwire import gpu
 from overwire.distributed import group as grouping
 from overwire.offloading.blocks import Block, Weight
 from overwire.offloading.sharing import BlockGroup
+from overwire.offloading.source import Source
 from overwire.offloading.stored import HostMemory, SharedMemory, StoredBlock, encode_block
 
 # Seconds after which a rank counts as hanging, and the buffers of each rank.
@@ -29,27 +31,38 @@ HOST = torch.device("cpu")
 class Rank:
     """A rank with its blocks in a group's memory, and the bytes that they must have after decoding."""
 
-    def __init__(self, members: grouping.Members, number: int) -> None:
+    def __init__(self, members: grouping.Members, number: int, file: Path | None) -> None:
         device = torch.device("cuda", number)
         torch.manual_seed(5)
         self.tensors = [
             [torch.randn(size).bfloat16(), torch.randn(size // 3 + 1)] for size in (40_000, 1, 90_000, 31, 20_000)
         ]
-        blocks = [
-            Block(f"block {at}", torch.nn.Identity(), [Weight("w", torch.nn.Parameter(one), HOST) for one in both])
-            for at, both in enumerate(self.tensors)
+        model = torch.nn.Module()
+        model.lists = torch.nn.ModuleList(torch.nn.ParameterList(both) for both in self.tensors)
+        self.blocks = [
+            Block(f"block {at}", both, [Weight("w", one, HOST) for one in both.parameters()])
+            for at, both in enumerate(model.lists)
         ]
-        self.device, self.stream = number, gpu.stream_new(number)
-        self.group = BlockGroup(members, device, blocks, {})
-        self.stored = [self._store(at) for at in range(len(blocks))]
+        self.device, self.stream, self.source = number, gpu.stream_new(number), None
+        if file is not None:
+            if members.rank == 0:
+                ow.save_model(model, file, compress=True)
+            dist.barrier()
+            self.source = Source(model, file, HOST, is_shared=True)
+        self.group = BlockGroup(members, device, self.blocks, {}, self.source)
+        if file is not None:
+            self.group._device = HOST  # torch does not see the fake GPU, so the host checks the streams
+        self.stored = [self._store(at) for at in range(len(self.blocks))]
         self.memories = [one.memory for one in self.stored if isinstance(one.memory, SharedMemory)]
         self.group.open_ring(max(one.nbytes for one in self.memories), BUFFERS, self.memories)
         self.decodings: list[tuple[int, gpu.Batch, gpu.Memory]] = []
 
     def _store(self, at: int) -> StoredBlock:
-        name = f"block {at}"
+        name, source, contents, load = f"block {at}", self.source, self.tensors[at], None
+        if source is not None:
+            contents, load = source.read_block(self.blocks[at].weights), source.load_streams
         return self.group.agree_on(
-            name, lambda: encode_block(self.tensors[at], HOST, lambda nbytes: self.group.allocate_part(name, nbytes))
+            name, lambda: encode_block(contents, HOST, lambda nbytes: self.group.allocate_part(name, nbytes), load)
         )
 
     def fetch(self, at: int) -> None:
@@ -84,7 +97,7 @@ def run_rank(folder: Path, rank: int, ranks: int, case: str) -> None:
     limit = datetime.timedelta(seconds=HANGS)
     dist.init_process_group("gloo", rank=rank, world_size=ranks, timeout=limit, store=store)
     with grouping.group_verb(dist.group.WORLD, f"cuda:{rank % 2}") as members:
-        one = Rank(members, rank % 2)
+        one = Rank(members, rank % 2, folder / "blocks.safetensors" if case == "file" else None)
     assert one.group._whole == (case == "host")
     dice, coming = random.Random(11), deque[int]()
     try:

@@ -17,7 +17,10 @@ if gpu.count() < 2 or gpu.torch_of() is not None:
     pytest.skip("needs the fake driver", allow_module_level=True)
 
 
-@pytest.mark.parametrize(("ranks", "case"), [(2, "mapped"), (4, "mapped"), (8, "mapped"), (2, "host"), (3, "killed")])
+CASES = [(2, "mapped"), (4, "mapped"), (8, "mapped"), (2, "file"), (4, "file"), (8, "file"), (2, "host"), (3, "killed")]
+
+
+@pytest.mark.parametrize(("ranks", "case"), CASES)
 def test_ranks_gather_parts(tmp_path: Path, ranks: int, case: str) -> None:
     """Each rank decodes each block from the parts of all ranks, in a random order of steps. If a rank dies, the others
     raise an error that names it, and still have all parts."""

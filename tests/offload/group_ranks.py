@@ -94,6 +94,7 @@ def same(group: Any, rank: int, ranks: int) -> None:
             assert offloaded.blocks == every_name(one), offloaded.blocks
             for order in ([0, 1, 2, 3, 4], [0, 1, 2, 3, 4], [4, 0, 2, 2, 1], [3], [1, 3, 0], [0, 1, 2, 3, 4]):
                 assert torch.equal(run(model, order), run(plain, order)), (one, order)
+            assert not any(block.is_changed for block in offloaded._away), "the digests are wrong"
         model.assert_whole()  # a rank may close before another one has finished the last pass
     folder.cleanup()  # forks end without it
 
@@ -102,6 +103,76 @@ def every_name(options: dict[str, Any]) -> list[str]:
     model = Model()
     with ow.offload(model, "cpu", keep=options.get("keep")) as offloaded:
         return offloaded.blocks
+
+
+def reads(group: Any, rank: int, ranks: int) -> None:
+    """Each rank reads its part of the stored chunks of each block. Ranks read a chunk between two parts twice."""
+    folder = shared_folder(group)
+    sides, chunk = {"small": 64, "large": 2048}, 1 << 20
+    if rank == 0:
+        for name, side in sides.items():
+            ow.save_model(squares(side, "cpu"), folder / f"{name}.safetensors", compress=True)
+    dist.barrier(group)
+    for name, side in sides.items():  # the first offload imports modules
+        before, model = bytes_read(), squares(side, "meta")
+        with ow.offload(model, "cpu", group=group, source=folder / f"{name}.safetensors") as offloaded:
+            mine, part = bytes_read() - before, offloaded.stored
+        assert all(map(torch.equal, model.parameters(), squares(side, "cpu").parameters()))
+    every: list[Any] = [None] * ranks
+    dist.all_gather_object(every, (mine, part), group=group)
+    stored, noise = sum(part for _, part in every), 500_000  # the header is read with some chunks
+    assert all(mine <= part + 2 * 2 * chunk * 0.7 + noise for mine, part in every), every
+    assert stored <= sum(mine for mine, _ in every) <= stored + 2 * (ranks - 1) * chunk * 0.7 + ranks * noise, every
+
+
+def squares(side: int, device: str) -> Any:
+    """Returns a model of two blocks."""
+    torch.manual_seed(4)
+    with torch.device(device):
+        layers = torch.nn.ModuleList(torch.nn.Linear(side, side, bias=False) for _ in range(2)).bfloat16()
+    return torch.nn.Sequential(layers).requires_grad_(False)
+
+
+def bytes_read() -> int:
+    """Returns how many bytes this process has read with system calls."""
+    with open("/proc/self/io") as counts:
+        return int(next(line for line in counts if line.startswith("rchar")).split()[1])
+
+
+def shared_folder(group: Any) -> Path:
+    """Returns a new folder, the same on all ranks."""
+    names = [tempfile.mkdtemp(dir=sys.argv[1])]
+    dist.broadcast_object_list(names, group=group, group_src=0)
+    return Path(names[0])
+
+
+def damaged(group: Any, rank: int, ranks: int) -> None:
+    """If a chunk is wrong, or the file is another one on a rank, all ranks raise, and the model is on meta again."""
+    folder = shared_folder(group)
+    if rank == 0:
+        for name in ("one", "two"):
+            ow.save_model(squares(128, "cpu"), folder / f"{name}.safetensors", compress=True)
+        with open(folder / "one.safetensors", "r+b") as file:
+            file.seek(-3000, os.SEEK_END)
+            file.write(b"damaged")
+        for name in ("four", "five"):
+            model = squares(128, "cpu")
+            torch.manual_seed(len(name) + (name == "five"))
+            for parameter in model.parameters():  # bytes that do not compress, so that sizes are equal
+                parameter.data = torch.randint(0, 256, (128, 256), dtype=torch.uint8).view(torch.bfloat16)
+            ow.save_model(model, folder / f"{name}.safetensors", compress=True)
+    dist.barrier(group)
+    model = squares(128, "meta")
+    with fails(ow.CorruptError, "one.safetensors", "0.1.weight"):
+        ow.offload(model, "cpu", group=group, source=folder / "one.safetensors")
+    with fails(ow.CorruptError, "is not the same file on ranks 0 and 1"):
+        ow.offload(model, "cpu", group=group, source=folder / f"{'five' if rank == 1 else 'four'}.safetensors")
+    with fails(ow.ArgumentError, "the content of source= differs between ranks 0 and 1"):
+        ow.offload(model, "cpu", group=group, source=folder / f"{'two' if rank == 1 else 'four'}.safetensors")
+    assert all(one.is_meta for one in model.parameters())
+    with ow.offload(model, "cpu", group=group, source=folder / "two.safetensors"):
+        pass
+    assert all(map(torch.equal, model.parameters(), squares(128, "cpu").parameters()))
 
 
 def arguments(group: Any, rank: int, ranks: int) -> None:
@@ -268,7 +339,7 @@ def dies_beginning(group: Any, rank: int, ranks: int) -> None:
     model.assert_whole()
 
 
-CASES = {one.__name__: one for one in (same, arguments, beginning, order, escapes, differs, killed)}
+CASES = {one.__name__: one for one in (same, reads, damaged, arguments, beginning, order, escapes, differs, killed)}
 CASES |= {one.__name__: one for one in (closed, late, interrupted, dies_beginning)}
 
 

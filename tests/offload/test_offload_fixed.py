@@ -19,17 +19,19 @@ from test_offload_streams import Device, device  # noqa: F401
 CPU = torch.device("cpu")
 
 
-def streamed(model: Model, keep: int = 0) -> Any:
-    return stream_blocks(model, CPU, model.layers, list(model.parameters()), keep, static=True)
+def streamed(model: Model, keep: int = 0, where: Any = "host") -> Any:
+    return stream_blocks(model, CPU, model.layers, list(model.parameters()), keep, static=True, where=where)
 
 
+@pytest.mark.parametrize("where", ["host", "device"])
 @torch.no_grad()
-def test_any_order_of_blocks(device: Device, seed: int) -> None:  # noqa: F811
+def test_any_order_of_blocks(device: Device, where: str, seed: int) -> None:  # noqa: F811
     """Outputs are right in every order of blocks, at addresses that never change. close restores every byte."""
     model, dice = Model(), random.Random(seed)
     reference = copy.deepcopy(model)
-    with streamed(model) as offloaded:
-        assert "5 blocks" in repr(offloaded) and offloaded.stored
+    with streamed(model, where=where) as offloaded:
+        assert "5 blocks" in repr(offloaded) and bool(offloaded.stored) == (where == "host")
+        assert bool(offloaded.stored_on_device) == (where == "device")
         addresses = [parameter.data_ptr() for layer in model.layers for parameter in layer.parameters()]
         shared = {parameter.data_ptr() for layer in model.layers[1::2] for parameter in layer.parameters()}
         assert len(shared) == 6  # three weights and biases in one slot

@@ -22,8 +22,8 @@ from test_offload import Model, outputs
 from test_offload_streams import Device, device  # noqa: F401
 
 RELEASE = rings.Ring.release
-MEETING = ("same", "arguments", "beginning", "order", "escapes", "differs")
-CASES = [(2, MEETING), (4, ("same", "order")), (8, ("same",)), (2, ("late",))]
+MEETING = ("same", "reads", "damaged", "arguments", "beginning", "order", "escapes", "differs")
+CASES = [(2, MEETING), (4, ("same", "reads", "order")), (8, ("same", "reads")), (2, ("late",))]
 CASES += [(3, (case,)) for case in ("killed", "closed", "interrupted", "dies_beginning")]
 
 

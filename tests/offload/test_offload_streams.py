@@ -89,11 +89,13 @@ class Stream:
 
 
 class Decoding:
-    """The result of `gpu.decode`."""
+    """The result of `gpu.decode`, which is known after its work has run."""
 
-    results: list[Any] | None = None
+    def __init__(self, stream: Stream) -> None:
+        self.stream, self.position, self.results = stream, len(stream.todo) + 1, list[Any]()
 
-    def poll(self) -> list[Any] | None:
+    def wait(self) -> list[Any]:
+        self.stream.advance(self.position)
         return self.results
 
 
@@ -153,7 +155,7 @@ class Device:
 
     def decode(self, number: int, stream: int, packed: list[tuple[int, ...]], algorithm: str) -> Decoding:
         self.call_driver()
-        batch, own = Decoding(), self.streams[stream]
+        batch, own = Decoding(self.streams[stream]), self.streams[stream]
         self.decoded += [source for source, _, _, _, _ in packed]
 
         def work() -> None:

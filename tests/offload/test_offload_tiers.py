@@ -298,6 +298,7 @@ def test_a_plan_gives_the_bytes_and_the_cost_of_each_tier(tmp_path: Path, compre
     assert plan.offload is None and [tier.where for tier in plan.tiers] == ["resident", "device", "host"]
     resident, there, host = plan.tiers
     assert resident.device == plan.nbytes and "2 to 3 times" in there.cost and "copies" in host.cost
+    assert "group=" in host.group and not resident.group and not there.group
     assert (there.device < resident.device) == compress and host.device < resident.device
     with ow.offload(model, "cpu", where="device", source=tmp_path / "m.safetensors") as offloaded:
         rest = resident.device - offloaded.nbytes

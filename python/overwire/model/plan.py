@@ -60,6 +60,8 @@ class PlannedTier:
     where: "resident" for weights that are not compressed, or the argument `where` of `offload`.
     device, host: bytes of device and host memory that the weights need.
     cost: the cost of a pass through the model, in words.
+    group: what `offload(group=)` changes if several GPUs of a host run the model, in words. Empty if a group cannot
+        share the weights. Each of N ranks then needs 1/N of `host`.
     """
 
     __module__ = "overwire"
@@ -68,6 +70,7 @@ class PlannedTier:
     device: int
     host: int
     cost: str
+    group: str = ""
 
 
 @dataclass(frozen=True)

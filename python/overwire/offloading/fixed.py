@@ -13,7 +13,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -94,7 +94,7 @@ class FixedRing(Ring):
                 number = (at + ahead) % len(self._blocks)
                 if self._slot_for(number) is not slot:
                     self._load_block(number, self._slot_for(number))
-            self._carrier.await_ready(slot)
+            self._await_decoded(slot)
             self._running = at, self._carrier.stream()
 
     def _slot_for(self, at: int) -> Slot:
@@ -170,17 +170,19 @@ def stream_blocks(
     moved: Iterable[torch.Tensor],
     keep: int = 0,
     static: bool = False,
+    where: Literal["host", "device"] = "host",
 ) -> Offloaded:
     """Streams blocks that the caller has chosen. In addition to the blocks, only the tensors in `moved` are moved to
     the device. keep: the bytes of blocks that stay on the device. static: whether the weights of a block always have
-    the same addresses, for compiled and quantised models that run on one thread.
+    the same addresses, for compiled and quantised models that run on one thread. where: the memory for compressed
+    weights.
 
     Raises ArgumentError, NotSupportedError, OutOfMemoryError and DeviceError. After an error the model is unchanged.
     """
     inference = any(tensor.is_inference() for tensor in model.parameters())
     offloaded = (FixedBlocks if static else Offloaded)(device, inference)
     with tell_error(offloaded._close_after), torch.inference_mode(inference), torch.no_grad():
-        offloaded._begin_streaming(find_blocks(model, blocks), list(moved), keep, 2)
+        offloaded._begin_streaming(find_blocks(model, blocks), list(moved), keep, 2, where=where)
     return offloaded
 
 

@@ -161,7 +161,7 @@ class Offloaded:
             from .sharing import BlockGroup
 
             alike = {"where": where, "room": room, "slots": slots, "max_memory": limit}
-            self._group = BlockGroup(members, self._device, [block for block in away if block.weights], alike)
+            self._group = BlockGroup(members, self._device, [one for one in away if one.weights], alike, source)
         going = {id(weight.parameter) for block in away for weight in block.weights}
         rest = [tensor for tensor in tensors if id(tensor) not in going]
         self._move_rest(rest)
@@ -389,8 +389,8 @@ def offload(
     room: the most device memory that compressed weights may take ("40GB", int). The default for "auto" is the free
         memory, minus (`slots` + 2) times the largest block, minus a fifth of the GPU's memory; on the CPU it is 0.
     source: a file or folder, as for `load_file`, with the model's names. The weights are read from there instead of
-        from the model, which may be on the meta device. Without a group, stored chunks of compressed files are taken as
-        they are.
+        from the model, which may be on the meta device. Stored chunks of compressed files are taken as they are. With a
+        group, each rank reads only the chunks of its parts.
     blocks: modules, or their names, each of which is loaded as one block. By default the blocks are the children of
         the model's ModuleLists, and a child with more than a sixteenth of the model is divided further.
     max_memory: the most host memory that the stored weights may take ("12GB", int).
@@ -478,8 +478,7 @@ def _offload_model(
     if source is not None:
         from .source import Source
 
-        # A group's memory has room for streams of CHUNK only, so its ranks decode and encode the files' chunks.
-        weights = Source(models[""], source, handle._device, streams=members is None)
+        weights = Source(models[""], source, handle._device, is_shared=members is not None)
     with contextlib.ExitStack() as stack:
         if weights is not None:
             stack.callback(weights.close_files)

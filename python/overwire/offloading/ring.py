@@ -1,10 +1,13 @@
 """Implements the ring: a few slots of device memory that the blocks of a model use in turn.
 
 One stream copies a block's stored bytes into one of two staging buffers, and another stream decodes them from there
-into a slot. Stored bytes that are on the device are decoded from where they are. The computing stream waits for the
-slot by an event, on the device. A slot is filled again only after all its readers are done. The host waits for none of
-this. While a block runs, the blocks that followed it the last time are loaded. On the CPU nothing overlaps, and a block
-is decoded when it is needed.
+into a slot. Stored bytes that are on the device are decoded from where they are. A slot is filled again only after all
+its readers are done, for which the device waits. While a block runs, the blocks that followed it the last time are
+loaded. On the CPU nothing overlaps, and a block is decoded when it is needed.
+
+The host waits until a block is decoded before it queues the block's work. Only then is it known whether the stored
+bytes were valid, and nothing may be computed from others. The following blocks are queued before this wait, so the
+device always has work.
 
 If something still uses a slot's memory after a run, the slot is never written again. It leaves the ring together with
 its block, and is freed when nothing uses it. The ring gets a new slot instead.
@@ -22,6 +25,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -29,7 +33,7 @@ import torch
 
 from .. import gpu
 from .._locks import new_lock
-from .._undo import tell_error
+from .._undo import after_error, tell_error
 from ..errors import NotSupportedError
 from ..frameworks.torch import _errors_of
 from .stored import SharedMemory, StoredBlock, StoredMemory, decode_on_host
@@ -54,7 +58,7 @@ class Slot:
         self.memory = memory
         self.views: dict[int, list[torch.Tensor]] = {}  # the weights of each block, as views of this memory
         self.block: int | None = None
-        self.ready: Any = None  # an event after which the bytes are valid
+        self.decoding: gpu.Batch | None = None  # the decoding of its block, until its result is known
         self.readers: list[Any] = []  # events after which the readers are done
         self.streams: set[Any] = set()  # the streams of the readers
         self.holds: list[Hold] = []
@@ -101,8 +105,8 @@ class Ring:
         """Returns a slot with block `at` and its views, for work that is queued on the current stream before `release`.
         Starts to load the blocks that followed this block the last time. frame: see `Hold`.
 
-        Raises CorruptError if stored bytes have changed, and NotSupportedError if all slots are held by threads that
-        wait for another slot.
+        Raises CorruptError if the stored bytes cannot be decoded, and NotSupportedError if all slots are held by
+        threads that wait for another slot.
         """
         thread = threading.get_ident()
         with self.lock:
@@ -128,7 +132,7 @@ class Ring:
                 self._fetch_following(at)
             slots = self._slots_of(at)
             for slot in slots:
-                self._carrier.await_ready(slot)
+                self._await_decoded(slot)
             if at not in slots[0].views:
                 with torch.inference_mode(self._inference), torch.no_grad():
                     slots[0].views[at] = [place.view(slots[0].memory) for place in self._blocks[at].places]
@@ -178,6 +182,11 @@ class Ring:
             self._free_left()
             self._blocks = ()  # so that restoring a block frees its stored bytes
 
+    def _await_decoded(self, slot: Slot) -> None:
+        # After an error the slot is empty, so that the block is decoded again when it runs again.
+        with after_error(setattr, slot, "block", None):
+            self._carrier.await_decoded(slot)
+
     def _slots_of(self, at: int) -> list[Slot]:
         # The slot with the block's weights, and in a group also the slot that the ring has for a block that has left.
         slots = [slot for slot in self._slots if slot.block == at]
@@ -219,7 +228,7 @@ class Ring:
             self._left[at] = slot
             self.nbytes += self._slot_bytes
             for spare in slots:  # last, because Ctrl-C may come before
-                spare.ready, spare.block = slot.ready, at
+                spare.block = at
         self._carrier.leave(slot)
         return is_empty
 
@@ -312,7 +321,7 @@ class _HostCarrier:
     def stream(self) -> Any:
         return None
 
-    def await_ready(self, slot: Slot) -> None:
+    def await_decoded(self, slot: Slot) -> None:
         pass
 
     def mark_read(self, slot: Slot, stream: Any) -> None:
@@ -358,11 +367,9 @@ class _GPUCarrier:
         self._decoded: list[Any] = [None, None]  # for each staging buffer, an event after which it is free
         self._turn = 0
         self._tasks: dict[tuple[int, int, int], bytes] = {}  # decoding tasks, by block, source and slot
-        self._batches: deque[gpu.Batch] = deque()  # batches that may still be running
 
     def fetch(self, block: StoredBlock, slot: Slot) -> None:
         memory = block.memory
-        self._raise_failed()
         with torch.cuda.device(self._device):
             while self._is_coming(slot):
                 self._decode_oldest()
@@ -378,7 +385,7 @@ class _GPUCarrier:
             else:
                 turn = self._copy_up(memory)
                 self._decode_block(block, slot, self._staging[turn].data_ptr())
-                self._decoded[turn] = slot.ready
+                self._decoded[turn] = self._decoding.record_event()
 
     def _is_coming(self, slot: Slot) -> bool:
         return any(one is slot for _, _, one in self._coming)
@@ -400,8 +407,7 @@ class _GPUCarrier:
         tasks = self._tasks.get(key)
         if tasks is None:
             tasks = self._tasks[key] = block.pack_tasks(source, slot.memory.data_ptr())
-        self._batches.append(gpu.decode(self._device.index, self._decoding.cuda_stream, tasks, "X16"))
-        slot.ready = self._decoding.record_event()
+        slot.decoding = gpu.decode(self._device.index, self._decoding.cuda_stream, tasks, "X16")
 
     def _copy_up(self, memory: StoredMemory) -> int:
         # Copies stored bytes into the next staging buffer, and returns its number.
@@ -423,11 +429,17 @@ class _GPUCarrier:
     def stream(self) -> Any:
         return torch.cuda.current_stream(self._device)
 
-    def await_ready(self, slot: Slot) -> None:
+    def await_decoded(self, slot: Slot) -> None:
         while self._is_coming(slot):
             with torch.cuda.device(self._device):
                 self._decode_oldest()
-        self.stream().wait_event(slot.ready)
+        if slot.decoding is None:
+            return
+        with tell_error(self._group.leave_step) if self._group is not None else nullcontext():
+            for error in slot.decoding.wait():
+                if isinstance(error, BaseException):
+                    raise error
+        slot.decoding = None
 
     def mark_read(self, slot: Slot, stream: Any) -> None:
         slot.readers.append(stream.record_event())
@@ -457,11 +469,3 @@ class _GPUCarrier:
     def wait(self) -> None:
         for stream in (self._copying, self._decoding, self.stream()):
             stream.synchronize()
-        self._raise_failed()
-
-    def _raise_failed(self) -> None:
-        while self._batches and (results := self._batches[0].poll()) is not None:
-            self._batches.popleft()
-            for error in results:
-                if isinstance(error, BaseException):
-                    raise error

@@ -29,10 +29,11 @@ from ..distributed.meeting import meet
 from ..errors import ArgumentError, IOFailure, NotSupportedError, OverwireError
 from ..jobs import log
 from .blocks import Block
-from .stored import SharedMemory, StoredBlock, max_sizes, place_streams, round_up
+from .stored import SharedMemory, StoredBlock, check_streams, copy_to_host, max_sizes, place_streams, round_up
 
 if TYPE_CHECKING:
     from ..distributed.group import Members
+    from .source import Source
 
 # The longest wait for other ranks in one engine call, in milliseconds. Ctrl-C is handled between the calls.
 _SLICE_MS = 50
@@ -42,15 +43,24 @@ class BlockGroup:
     """This rank's part in a group that streams blocks together."""
 
     def __init__(
-        self, members: Members, device: torch.device, blocks: Sequence[Block], alike: Mapping[str, object]
+        self,
+        members: Members,
+        device: torch.device,
+        blocks: Sequence[Block],
+        alike: Mapping[str, object],
+        source: Source | None = None,
     ) -> None:
-        """blocks: the blocks to stream. alike: other facts that must be equal on all ranks. Collective.
+        """blocks: the blocks to stream. alike: other facts that must be equal on all ranks. source: the files with the
+        weights. Collective.
 
-        Raises on all ranks: ArgumentError if these facts differ, NotSupportedError if the ranks are on several
-        hosts."""
+        Raises on all ranks: ArgumentError if these facts differ, CorruptError if the files differ, NotSupportedError
+        if the ranks are on several hosts."""
         sizes = [(block.name, [weight.parameter.nbytes for weight in block.weights]) for block in blocks]
-        digest = hashlib.sha256(repr(sizes).encode()).digest()
-        meet(members, lambda: {"alike": {"device": device.type, "the streamed blocks": digest, **alike}})
+        lengths = [_most_stored_bytes(block, source) for block in blocks]
+        files = source.describe_files() if source is not None else None
+        facts = {"device": device.type, "the streamed blocks": _digest_of(sizes), **alike}
+        facts["the content of source="] = _digest_of((source is None, lengths))
+        meet(members, lambda: {"alike": facts, "opened": files})
         if members.hosts > 1:
             members.raise_alike(
                 NotSupportedError(
@@ -66,7 +76,7 @@ class BlockGroup:
         self._broken = ""
         self._whole = True  # whether each rank copies all parts from the host
         self._handle = 0
-        most = sum(round_up(place_streams(max_sizes(one))[1]) for _, one in sizes)
+        most = sum(round_up(place_streams(one)[1]) for one in lengths)
 
         def make_offer() -> Any:
             number = device.index if device.type == "cuda" else -1
@@ -94,7 +104,7 @@ class BlockGroup:
         return memory
 
     def agree_on(self, name: str, store: Callable[[], StoredBlock]) -> StoredBlock:
-        """Stores a block on all ranks, and returns it when all of them have stored it. Collective.
+        """Stores a block on all ranks, and returns it when all of them have stored and checked it. Collective.
         If a rank fails, all raise its error. If the blocks differ, all raise ArgumentError."""
         blocks: list[StoredBlock] = []
 
@@ -119,7 +129,22 @@ class BlockGroup:
                         f"overwire: offload: block {name!r} fits on the device of only some ranks: pass a smaller room="
                     )
                 )
-        return blocks[0]
+        if blocks[0].digests or not blocks[0].files:
+            return blocks[0]
+        return self._check_streams(blocks[0])
+
+    def _check_streams(self, block: StoredBlock) -> StoredBlock:
+        # Decodes a block with streams of files, to find out whether all bytes are right. Each rank decodes a part of
+        # the tensors, and all have about the same bytes. Collective.
+        members, owners = self._members, [0] * len(block.streams)
+        nbytes = [0] * members.size
+        for number in sorted(range(len(owners)), key=lambda number: -block.streams[number][1]):
+            owners[number] = nbytes.index(min(nbytes))
+            nbytes[owners[number]] += block.streams[number][1]
+        own = [number for number, owner in enumerate(owners) if owner == members.rank]
+        digests = members.gather_results(lambda: check_streams(copy_to_host(block, own), self._device))
+        rest = [iter([one[at : at + 16] for at in range(0, len(one), 16)]) for one in digests]
+        return block._replace(digests=b"".join(next(rest[owner]) for owner in owners))
 
     def find_smallest(self, number: int) -> int:
         """Returns the smallest of all ranks' numbers. Collective."""
@@ -236,6 +261,19 @@ class BlockGroup:
     def __del__(self) -> None:
         if getattr(self, "_handle", 0):
             self.close_all()
+
+
+def _digest_of(facts: object) -> bytes:
+    return hashlib.sha256(repr(facts).encode()).digest()
+
+
+def _most_stored_bytes(block: Block, source: Source | None) -> list[int]:
+    # Returns for each weight the largest length of its stream.
+    most = max_sizes([weight.parameter.nbytes for weight in block.weights])
+    if source is None:
+        return most
+    streams = map(source.stream_of, block.weights)
+    return [one.nbytes if one is not None else length for one, length in zip(streams, most, strict=True)]
 
 
 def _text_of(error: BaseException) -> str:

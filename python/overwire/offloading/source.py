@@ -1,8 +1,7 @@
 """Reads the weights of a model that is offloaded with source=.
 
 If a file has a weight as it is needed, its stored chunks are taken unchanged, as a native X16 stream. That is the case
-if the file is compressed, and dtype and shape match. Other weights are decoded and, if necessary, cast, and so are all
-weights in a group.
+if the file is compressed, and dtype and shape match. Other weights are decoded and, if necessary, cast.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import torch
 from .. import _verbs
 from ..errors import ModelMismatchError
 from ..frameworks.torch import SAVED, _errors_of
-from ..model.opened import Model
+from ..model.opened import WHOLE, Model
 from ..verbs.into import ALL, table_of
 from ..verbs.open import safe_open
 from ..verbs.states import tensors_of_module
@@ -23,14 +22,15 @@ from .blocks import Weight
 from .stored import FileStream
 
 if TYPE_CHECKING:
+    from ..distributed.meeting import OpenFiles
     from ..model.sourcelike import SourceLike
 
 
 class Source:
     """A file with a model's weights, under the model's names."""
 
-    def __init__(self, model: torch.nn.Module, source: SourceLike, device: torch.device, streams: bool) -> None:
-        """streams: whether to take the stored chunks of compressed files."""
+    def __init__(self, model: torch.nn.Module, source: SourceLike, device: torch.device, is_shared: bool) -> None:
+        """is_shared: whether the ranks of a group read the stored chunks together, even those of preloaded files."""
         self._device = device
         self._file = safe_open(source, framework="pt")
         self._tables: list[dict[str, Any]] = [
@@ -52,8 +52,7 @@ class Source:
         if missing := [name for key, name in needs.items() if key not in self._names]:
             first = ", ".join(sorted(missing)[:5])
             raise ModelMismatchError(f"overwire: offload: {source} lacks {len(missing)} weights of the model: {first}")
-        if streams:
-            self._open_streams()
+        self._open_streams(is_shared)
 
     def give_memory(self) -> None:
         """Replaces each meta tensor by a tensor in host memory, under all its names."""
@@ -87,7 +86,7 @@ class Source:
         pairs: list[tuple[str, None, torch.Tensor]] = []
         with _errors_of(str(self._device), sum(weight.parameter.nbytes for weight in weights)):
             for weight in weights:
-                if stream := self._stream_of(weight):
+                if stream := self.stream_of(weight):
                     contents.append(stream)
                     continue
                 contents.append(values := torch.empty_like(weight.parameter.detach(), device=self._device))
@@ -96,14 +95,28 @@ class Source:
             self._file.load_into(pairs)
         return contents
 
-    def load_streams(self, streams: list[tuple[int, int]], on_device: bool) -> None:
-        """Loads streams, given by number and address, to the host or the device, and compares all checksums."""
+    def load_streams(self, parts: list[tuple[int, int, int, int]], on_device: bool) -> None:
+        """Loads parts of streams to the host or the device, and compares all checksums. parts: the number of each
+        stream, the address, and the first and the last position."""
+        if not parts:
+            return
         assert self._streams is not None
         device = str(self._device) if on_device else "cpu"
         view = self._streams.on(device)
         view.lands = device  # a preload has no streams
-        with view.start([(number, address, *ALL) for number, address in streams]) as job:
+        requests = [
+            (number, address, *((low, high, 0, WHOLE) if high - low < self._streams.table[number][3] else ALL))
+            for number, address, low, high in parts
+        ]
+        with view.start(requests) as job:
             job.wait()
+
+    def describe_files(self) -> OpenFiles | None:
+        """Returns the facts about the files that the ranks of a group compare, or None if no stored chunks are
+        taken."""
+        from ..distributed.meeting import describe_open_files
+
+        return describe_open_files([self._file._live_model()]) if self._rows else None
 
     def close_files(self) -> None:
         """Closes the files. A second call does nothing."""
@@ -111,18 +124,21 @@ class Source:
             self._streams.close()
         self._file.close()
 
-    def _stream_of(self, weight: Weight) -> FileStream | None:
+    def stream_of(self, weight: Weight) -> FileStream | None:
+        """Returns the stream that the file has for a weight, or None."""
         like = weight.parameter.detach()
         stream = self._rows.get(self._names[id(weight.parameter)])
         if stream is None or not like.is_contiguous() or like.dtype != stream.like.dtype:
             return None
         return stream._replace(like=like) if like.shape == stream.like.shape else None
 
-    def _open_streams(self) -> None:
-        # Finds the streams of the tensors in compressed files. If the files are preloaded, they are not read again.
+    def _open_streams(self, is_shared: bool) -> None:
+        # Finds the streams of the tensors in compressed files. If the files are preloaded, they are not read again,
+        # except in a group, because ranks may have different preloads.
         model = self._file._live_model()
         view, parts = model.on(str(self._device)), model.info()
-        view.join()
+        if not is_shared:
+            view.join()
         if view.joined or not any(part["overwire"] for part in parts):
             return
         _, numbers, _, table, handle = _verbs.streams(model.handle)

@@ -60,13 +60,15 @@ class FileStream(NamedTuple):
 class StoredBlock(NamedTuple):
     """A stored block. streams: the offset in `memory` and the length of each tensor's stream, and the tensor bytes of
     its chunks. nbytes: the bytes of the decoded block in a slot, including gaps. digests: the digests of the tensors'
-    bytes."""
+    bytes, each of 16 bytes, or b"" as long as streams of files are not checked. files: the file's stream of each tensor
+    that has one, otherwise empty."""
 
     places: list[Place]
     streams: list[tuple[int, int, int]]
     memory: StoredMemory
     nbytes: int
     digests: bytes
+    files: Sequence[FileStream | None] = ()
 
     def bytes_on_host(self) -> int:
         """Returns the bytes of host memory that this process stores."""
@@ -182,13 +184,14 @@ def encode_block(
     contents: Sequence[torch.Tensor | FileStream],
     device: torch.device,
     allocate: _Allocate | None = None,
-    load: Callable[[list[tuple[int, int]], bool], None] | None = None,
+    load: Callable[[list[tuple[int, int, int, int]], bool], None] | None = None,
 ) -> StoredBlock:
     """Stores the tensors of a block in the memory that `allocate` returns for their stored bytes, by default host
     memory. The tensors must be dense, with their dimensions in any order. They are not changed.
 
-    load: loads streams of files, given by number and address, to the host or the device. Their chunks are stored as
-    they are. They are decoded once, to find out whether all bytes are right, and for the digests.
+    load: loads parts of the streams of files to the host or the device, given by the stream's number, the address, and
+    the first and the last position. Their chunks are stored as they are. They are decoded once, to find out whether all
+    bytes are right, and for the digests. In shared memory only this rank's part is loaded, and nothing is decoded.
 
     Raises OutOfMemoryError, DeviceError, CorruptError, and the errors of `load`.
     """
@@ -213,12 +216,28 @@ def encode_block(
         block = StoredBlock(places, streams, memory, nbytes, digests)
         pairs = [(offset, one) for (offset, _), one in zip(offsets, parts, strict=True)]
         _fill_memory(memory, [(offset, one) for offset, one in pairs if isinstance(one, codecs.Span)], device)
-        loads = [(one.number, memory.address + offset) for offset, one in pairs if isinstance(one, FileStream)]
-        if loads and load is not None:
+        if not block.digests and load is not None:
+            files = [one if isinstance(one, FileStream) else None for one in contents]
+            loads = _parts_to_load(memory, pairs)
             del spans, parts, pairs, rows  # they may have device memory, which the check needs
             load(loads, memory.is_on_device)
-            return block._replace(digests=_check_streams(block, contents, device))
+            block = block._replace(files=files)
+            if not isinstance(memory, SharedMemory):
+                return block._replace(digests=check_streams(block, device))
     return block
+
+
+def _parts_to_load(
+    memory: StoredMemory, contents: list[tuple[int, codecs.Span | FileStream]]
+) -> list[tuple[int, int, int, int]]:
+    # Returns the parts of the files' streams that this process stores. contents: the offset of each stream.
+    start, end = memory.part
+    parts = []
+    for offset, one in contents:
+        low, high = max(offset, start), min(offset + one.nbytes, end)
+        if isinstance(one, FileStream) and low < high:
+            parts.append((one.number, memory.address + low, low - offset, high - offset))
+    return parts
 
 
 def _fill_memory(memory: StoredMemory, spans: list[tuple[int, codecs.Span]], device: torch.device) -> None:
@@ -240,8 +259,9 @@ def _fill_memory(memory: StoredMemory, spans: list[tuple[int, codecs.Span]], dev
         memory.digests = digest_rows([(span.address, span.nbytes) for _, span in spans], device)
 
 
-def _check_streams(block: StoredBlock, contents: Sequence[torch.Tensor | FileStream], device: torch.device) -> bytes:
-    # Decodes a block, and returns the digests of its tensors.
+def check_streams(block: StoredBlock, device: torch.device) -> bytes:
+    """Decodes a block with streams of files, and returns the digests of its tensors. Raises OutOfMemoryError,
+    DeviceError, and CorruptError, which names the file, the tensor and the chunk."""
     with _errors_of(str(device), block.nbytes):
         memory = torch.empty(block.nbytes, dtype=torch.uint8, device=device)
     try:
@@ -253,11 +273,11 @@ def _check_streams(block: StoredBlock, contents: Sequence[torch.Tensor | FileStr
                 if isinstance(error, BaseException):
                     raise error
         else:
-            decode_on_host(block, range(len(contents)), memory)
+            decode_on_host(block, range(len(block.places)), memory)
     except CorruptError:
         on_host = copy_to_host(block)
-        for number, one in enumerate(contents):
-            if isinstance(one, FileStream):
+        for number, one in enumerate(block.files):
+            if one is not None:
                 try:
                     decode_tensor(on_host, number)
                 except CorruptError as error:
@@ -269,11 +289,24 @@ def _check_streams(block: StoredBlock, contents: Sequence[torch.Tensor | FileStr
     return digest_rows([(memory.data_ptr() + one.offset, one.nbytes) for one in block.places], device)
 
 
-def copy_to_host(block: StoredBlock) -> StoredBlock:
-    """Returns a block with its stored bytes in host memory that is not page-locked. Raises OutOfMemoryError."""
-    memory = HostMemory(block.memory.nbytes, torch.device("cpu"))
-    memory.tensor.copy_(block.memory.tensor)
-    return block._replace(memory=memory)
+def copy_to_host(block: StoredBlock, numbers: Sequence[int] | None = None) -> StoredBlock:
+    """Returns a block with the given tensors of a block, or all, and no digests. Its stored bytes are in host memory
+    that is not page-locked. Raises OutOfMemoryError."""
+    numbers = range(len(block.places)) if numbers is None else numbers
+    places, streams = [block.places[number] for number in numbers], [block.streams[number] for number in numbers]
+    spans, end = place_streams([length for _, length, _ in streams])
+    slot_spans, nbytes = place_streams([place.nbytes for place in places])
+    memory = HostMemory(end, torch.device("cpu"))
+    for (offset, length), (start, _, _) in zip(spans, streams, strict=True):
+        memory.tensor[offset : offset + length].copy_(block.memory.tensor[start : start + length])
+    return StoredBlock(
+        [place._replace(offset=offset) for place, (offset, _) in zip(places, slot_spans, strict=True)],
+        [(*span, chunk) for span, (_, _, chunk) in zip(spans, streams, strict=True)],
+        memory,
+        nbytes,
+        b"",
+        [block.files[number] for number in numbers] if block.files else (),
+    )
 
 
 def digest_rows(rows: list[tuple[int, int]], device: torch.device) -> bytes:

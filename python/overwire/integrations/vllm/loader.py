@@ -46,6 +46,7 @@ _KEYS = {
     "plan": (bool, "true or false"),
     "prepared": ((bool, str), "true, false or a folder"),
     "offload": ((bool, str), "true, false or the bytes of layers that stay on the GPU, like '8GB'"),
+    "offload_where": (str, "'host' or 'device'"),
     "strict": (bool, "true or false"),
     "enable_weights_track": (bool, "true or false"),
 }
@@ -69,6 +70,11 @@ class OverwireModelLoader(BaseModelLoader):  # type: ignore[misc, unused-ignore]
         self._keep = parse_size(offload if isinstance(offload, str) else None, "model_loader_extra_config: offload")
         if self._streams and self._options.get("prepared"):
             raise ValueError("overwire: model_loader_extra_config: offload cannot be combined with prepared")
+        self._where = self._options.get("offload_where", "host")
+        if self._where not in ("host", "device"):
+            raise ValueError("overwire: model_loader_extra_config: offload_where must be 'host' or 'device'")
+        if not self._streams and "offload_where" in self._options:
+            raise ValueError("overwire: model_loader_extra_config: offload_where needs offload")
         if not vllm.__version__.startswith(KNOWN):
             log.warning_once("overwire was tested with vLLM 0.32 and 0.33, not with %s", vllm.__version__)
         self._reader = _Reader(load_config, self._options)
@@ -120,7 +126,7 @@ class OverwireModelLoader(BaseModelLoader):  # type: ignore[misc, unused-ignore]
         static = prepare_config(vllm_config, model_config)
         with hosted_layers(torch.device(device_of_config(vllm_config, self.load_config))) as layers:
             model: torch.nn.Module = super().load_model(vllm_config, model_config, prefix, **named)
-            layers.stream_layers(model, self._keep, static)
+            layers.stream_layers(model, self._keep, static, self._where)
         return model
 
     def _takes_slices(self, model_config: Any) -> bool:

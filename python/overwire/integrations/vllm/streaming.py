@@ -1,5 +1,5 @@
-"""Implements the option `{"offload": "8GB"}`: layers of a model stay compressed on the host and are streamed to the
-GPU.
+"""Implements the options `{"offload": "8GB", "offload_where": "host"}`. Layers of a model stay compressed on the host
+or on the GPU, and are streamed.
 
 vLLM passes each layer to its offloader as soon as it is created, before weights are loaded into it. `HostedLayers`
 moves the layer to the host, so that vLLM can build a model that does not fit on the GPU. After vLLM has loaded and
@@ -13,7 +13,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from vllm.model_executor.offloader import BaseOffloader, get_offloader, set_offloader
@@ -48,9 +48,12 @@ class HostedLayers(BaseOffloader):  # type: ignore[misc, unused-ignore]
             layers.append(layer)
         return layers
 
-    def stream_layers(self, model: torch.nn.Module, keep: int, static: bool = False) -> None:
+    def stream_layers(
+        self, model: torch.nn.Module, keep: int, static: bool = False, where: Literal["host", "device"] = "host"
+    ) -> None:
         """Compresses the layers of a model after its weights are loaded, and streams them as long as the model exists.
-        Up to `keep` bytes of layers are moved to the device instead. static: see `stream_blocks`.
+        Up to `keep` bytes of layers are moved to the device instead. static: see `stream_blocks`. where: the memory for
+        compressed layers.
 
         Raises ValueError for a model without layers, and the errors of `overwire.offload`.
         """
@@ -67,7 +70,7 @@ class HostedLayers(BaseOffloader):  # type: ignore[misc, unused-ignore]
             for name, parameter in layer.named_parameters()
             if name in names  # other parameters were created on the host and stay there
         ]
-        handle = stream_blocks(model, self._device, layers, parameters, keep, static)
+        handle = stream_blocks(model, self._device, layers, parameters, keep, static, where)
         model.__dict__["_overwire_offloaded"] = handle
         _streams.add(handle)
 
@@ -118,5 +121,5 @@ def refuse_changes(what: str) -> None:
     """Raises ValueError if layers are streamed, because nothing may change or read the weights of such layers."""
     if any(handle.blocks for handle in _streams):
         raise ValueError(
-            f"overwire: {what}: layers of the model are compressed on the host: start vLLM without the offload option"
+            f"overwire: {what}: layers of the model are compressed: start vLLM without the offload option"
         )
