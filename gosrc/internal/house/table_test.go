@@ -215,7 +215,6 @@ var wideStructs = map[string]int{
 	"relay.Report":      16,
 	"relay.Spec":        18,
 	"relay.feedQueue":   20,
-	"relay.transport":   16,
 	"save.Report":       16,
 }
 
