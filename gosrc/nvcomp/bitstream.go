@@ -190,6 +190,26 @@ func (a *algorithm) checkLength(src []byte, n int64) error {
 	return nil
 }
 
+// paddedBytes returns the size of a stored chunk in a payload, with padding.
+func (a *algorithm) paddedBytes(n int64) int64 {
+	if a.id == X16 {
+		return (n + 15) &^ 15
+	}
+	return (n + 7) &^ 7
+}
+
+// mostRatio returns an upper bound for the number of bytes that one byte of a block decodes to.
+func (a *algorithm) mostRatio() int64 {
+	switch a.id {
+	case Zstd:
+		return 128 << 10 / 4 // a block that repeats one byte
+	case X16:
+		return 1 << 20
+	}
+	n, _ := a.most(make([]byte, 1))
+	return n
+}
+
 // A block is one block of a stream, with its position in the content.
 type block struct {
 	src      []byte

@@ -189,14 +189,6 @@ func nativeTables(algo *algorithm, chunks int64, sums bool) int64 {
 	return n
 }
 
-// paddedBytes returns the size of a stored chunk in a payload, with padding.
-func (a *algorithm) paddedBytes(n int64) int64 {
-	if a.id == X16 {
-		return (n + 15) &^ 15
-	}
-	return (n + 7) &^ 7
-}
-
 // putNative writes the header and tables for stored blocks with these lengths and checksums into dst, which must be
 // nativeTables bytes of zeros. It returns the offset of each block.
 func putNative(dst []byte, s *Spec, algo *algorithm, size int64, stored []int64, sums [][2]uint32) (at []int64) {

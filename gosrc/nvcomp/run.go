@@ -508,15 +508,3 @@ func mostBytes(s *Spec, src []byte) int64 {
 	}
 	return min(limit, int64(len(src))*a.mostRatio())
 }
-
-// mostRatio returns an upper bound for the number of bytes that one byte of a block decodes to.
-func (a *algorithm) mostRatio() int64 {
-	switch a.id {
-	case Zstd:
-		return 128 << 10 / 4 // a block that repeats one byte
-	case X16:
-		return 1 << 20
-	}
-	n, _ := a.most(make([]byte, 1))
-	return n
-}

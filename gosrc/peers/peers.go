@@ -58,7 +58,7 @@ const grace = 500 * time.Millisecond
 // A Peers is this process's membership in the group.
 type Peers struct {
 	Board  Board
-	gpu    *cuda.Device // nil means the host
+	GPU    *cuda.Device // nil means the host
 	mine   Offer
 	offers []Offer
 
@@ -76,7 +76,7 @@ func New(gpu *cuda.Device, n int64, rank, ranks int) (*Peers, error) {
 		return nil, errs.New(errs.ErrArgument, "invalid peer: rank %d of %d with %d bytes: expected a rank below "+
 			"the number of ranks, and at least 1 byte", rank, ranks, n)
 	}
-	p := &Peers{gpu: gpu, mine: Offer{Rank: rank, Process: pid(), Flags: -1, File: -1, Bytes: n},
+	p := &Peers{GPU: gpu, mine: Offer{Rank: rank, Process: pid(), Flags: -1, File: -1, Bytes: n},
 		at: make([]unsafe.Pointer, ranks), files: make([]*sharedMemory, ranks),
 		Board: Board{rank: rank, ranks: ranks, stop: make(chan struct{}), processes: make([]*process, ranks),
 			seen: make([]uint64, ranks), since: make([]time.Time, ranks)}}
@@ -98,19 +98,19 @@ func (p *Peers) makeOffer(n int64) (err error) {
 		}
 		p.mine.Flags = p.Board.flags.fd
 	}
-	if p.gpu == nil {
+	if p.GPU == nil {
 		if p.file, err = newShared(n, token); err != nil {
 			return err
 		}
 		p.mine.File, p.at[p.mine.Rank] = p.file.fd, p.file.base
 		return nil
 	}
-	mem, err := p.gpu.Alloc([]int64{n})
+	mem, err := p.GPU.Alloc([]int64{n})
 	if err != nil {
 		return err
 	}
 	p.memory, p.at[p.mine.Rank] = mem[0], mem[0].Ptr
-	p.mine.Memory, err = p.gpu.ExportMemory(p.memory)
+	p.mine.Memory, err = p.GPU.ExportMemory(p.memory)
 	return err
 }
 
@@ -128,7 +128,7 @@ func (p *Peers) Join(offers []Offer) error {
 		return errs.New(errs.ErrArgument, "got %d offers, expected %d, one per rank", len(offers), p.Board.ranks)
 	}
 	for rank, o := range offers {
-		if o.Rank != rank || o.Bytes != p.mine.Bytes || (o.File < 0) != (p.gpu != nil) {
+		if o.Rank != rank || o.Bytes != p.mine.Bytes || (o.File < 0) != (p.GPU != nil) {
 			return errs.New(errs.ErrArgument, "offer %d has rank %d and %d bytes: expected its own rank, %d bytes, "+
 				"and the same kind of memory", rank, o.Rank, o.Bytes, p.mine.Bytes)
 		}
@@ -147,8 +147,8 @@ func (p *Peers) Join(offers []Offer) error {
 // means that this process or its device cannot reach the memory. If the other process is gone, the error says so.
 func (p *Peers) MapMemoryOf(rank int) (err error) {
 	o, at := &p.offers[rank], unsafe.Pointer(nil)
-	if p.gpu != nil {
-		at, err = p.gpu.MapExported(o.Memory)
+	if p.GPU != nil {
+		at, err = p.GPU.MapExported(o.Memory)
 		if errors.Is(err, errs.ErrDevice) {
 			err = errs.New(errs.ErrNotSupported, "the GPU memory of another process cannot be mapped: %v", err)
 		}
@@ -219,8 +219,8 @@ func (p *Peers) unmapOthers() {
 		if rank == p.mine.Rank || p.at[rank] == nil {
 			continue
 		}
-		if p.gpu != nil {
-			p.gpu.UnmapExported(p.at[rank])
+		if p.GPU != nil {
+			p.GPU.UnmapExported(p.at[rank])
 		} else {
 			p.files[rank].close()
 		}

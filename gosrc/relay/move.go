@@ -248,5 +248,5 @@ func (m *mover) pullShare(piece, from int) error {
 	}
 	to, at := m.lay.ringOf(piece, from).addressOf(piece), m.lay.ownersRing(from).addressOf(piece)
 	m.counts.pulled.Add(part.used)
-	return t.gpu.Copy(stream.Order{Stream: t.streams[from]}, uint64(uintptr(to)), uint64(uintptr(at)), part.used, false)
+	return t.GPU.Copy(stream.Order{Stream: t.streams[from]}, uint64(uintptr(to)), uint64(uintptr(at)), part.used, false)
 }

@@ -24,7 +24,6 @@ import (
 // what it reads.
 type transport struct {
 	*peers.Peers
-	gpu      *cuda.Device  // nil on the host
 	staging  device.Memory // on a GPU: space for Spec.Stages shares of each other rank
 	streams  []uintptr     // on a GPU, by rank; 0 for this rank
 	joined   chan struct{} // closed when the ranks are connected
@@ -44,7 +43,7 @@ func newTransport(spec *Spec, gpu *cuda.Device) (*transport, error) {
 	if err != nil {
 		return nil, err
 	}
-	t := &transport{Peers: p, gpu: gpu, joined: make(chan struct{})}
+	t := &transport{Peers: p, joined: make(chan struct{})}
 	if gpu == nil {
 		return t, nil
 	}
@@ -89,7 +88,7 @@ func (t *transport) end(ctx context.Context, good func() bool, fail func(error))
 	}
 	for _, s := range t.streams {
 		if s != 0 {
-			t.gpu.SyncAndFreeStream(s)
+			t.GPU.SyncAndFreeStream(s)
 		}
 	}
 	t.staging.Release()

@@ -91,7 +91,7 @@ func (f *encoder) runBatches(ctx context.Context) error {
 			return step(k, func(s *slot, first, end int) error { return f.encodeBatch(ctx, worker, s, first, end) })
 		},
 		Turn: func(k int) error {
-			return step(k, func(s *slot, first, end int) error { return f.placeBatch(ctx, s, first, end) })
+			return step(k, func(s *slot, first, _ int) error { return f.placeBatch(ctx, s, first) })
 		},
 		Flush: func(k int) error { return step(k, f.flushBatch) },
 	}
@@ -286,7 +286,7 @@ func (f *encoder) encodeChunk(worker int, ways codec.Ways, s *slot, x *encodedCh
 }
 
 // placeBatch assigns offsets to tasks, and adds their bytes to the hashes.
-func (f *encoder) placeBatch(ctx context.Context, s *slot, first, end int) error {
+func (f *encoder) placeBatch(ctx context.Context, s *slot, first int) error {
 	if p := f.plan.tasks[first].pack; p != nil {
 		return errs.Locate("save", f.path, f.plan.tasks[first].t.name, -1, f.placePack(ctx, p))
 	}

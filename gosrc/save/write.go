@@ -35,8 +35,8 @@ type Writer struct {
 
 	// Complete, if not nil, is called before publishing. It returns an error if the sources have changed.
 	Complete func() error
-	// Others holds the names of other models' files that are written to the same folder. If it is not nil, a single file
-	// may be next to a shard index, as for Spec.Beside.
+	// Others holds the names of other models' files that are written to the same folder. If it is not nil, a single
+	// file may be next to a shard index, as for Spec.Beside.
 	Others map[string]bool
 }
 

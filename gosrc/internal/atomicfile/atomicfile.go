@@ -371,6 +371,25 @@ func (t *Target) Drop() {
 	}
 }
 
+// fileError is Failed for a call on the open file.
+func (t *Target) fileError(off int64, err error) error {
+	if pe, ok := errors.AsType[*fs.PathError](err); ok {
+		err = pe.Err
+	}
+	return Failed(t.Path, off, errs.FromFile(err))
+}
+
+// takeName renames a finished target. The file that has the name afterwards determines the result, not the
+// return value of the call: a file server's response may be lost, or may report an error although the file was
+// renamed. isKnown reports whether the file could be identified.
+func (t *Target) takeName(call func(from, to string) error) (isDone, isKnown bool, err error) {
+	if err = call(t.temp, t.Path); err == nil {
+		return true, true, nil
+	}
+	there, unknown := os.Lstat(t.Path)
+	return unknown == nil && os.SameFile(there, t.info), unknown == nil || errors.Is(unknown, fs.ErrNotExist), err
+}
+
 // refuseStrangers refuses another user's file in a sticky, world-writable folder, as Linux does
 // (fs.protected_regular). That user may have created it to become the owner of the new file.
 func refuseStrangers(path string, st fs.FileInfo) error {

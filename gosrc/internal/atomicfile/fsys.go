@@ -151,11 +151,3 @@ func Failed(path string, off int64, err error) error {
 	}
 	return errs.Place("save", path, "", off, errs.FromOS(err))
 }
-
-// fileError is Failed for a call on the open file.
-func (t *Target) fileError(off int64, err error) error {
-	if pe, ok := errors.AsType[*fs.PathError](err); ok {
-		err = pe.Err
-	}
-	return Failed(t.Path, off, errs.FromFile(err))
-}

@@ -70,17 +70,6 @@ func Publish(sys FS, ts []*Target) error {
 	return Failed(last.Path, -1, sys.SyncNames(last.Path))
 }
 
-// takeName renames a finished target. The file that has the name afterwards determines the result, not the
-// return value of the call: a file server's response may be lost, or may report an error although the file was
-// renamed. isKnown reports whether the file could be identified.
-func (t *Target) takeName(call func(from, to string) error) (isDone, isKnown bool, err error) {
-	if err = call(t.temp, t.Path); err == nil {
-		return true, true, nil
-	}
-	there, unknown := os.Lstat(t.Path)
-	return unknown == nil && os.SameFile(there, t.info), unknown == nil || errors.Is(unknown, fs.ErrNotExist), err
-}
-
 // RenameFolder renames a folder to path, where nothing or an empty folder exists, or atomically exchanges it
 // with the folder at path. As for files, the folder that has the name afterwards determines the result.
 func RenameFolder(made, path string, exchange bool) error {

@@ -5,8 +5,6 @@ package http
 import (
 	"cmp"
 	"context"
-	"crypto/sha256"
-	"encoding/hex"
 	"maps"
 	"net/http"
 	"net/url"
@@ -70,6 +68,46 @@ func (h *Hub) revision(ref source.HF) *revision {
 	return r
 }
 
+// Walk lists the files of a repository or of a folder in it, sorted, and returns its URI at the commit of the list. If
+// the hub must not or cannot be asked, Walk lists the files in the huggingface_hub cache, at the commit of this load or
+// at the commit that the cache last recorded.
+func (h *Hub) Walk(ctx context.Context, uri string, opt source.Options) (at string, files []source.Entry, err error) {
+	ref, ok := source.ParseHF(uri)
+	if !ok || !source.Folder(uri) {
+		return "", nil, errs.In("open", uri, errs.New(errs.ErrArgument,
+			"expected a folder: hf://organisation/name or a path that ends in /"))
+	}
+	some := source.Beside(uri, "x") // some functions need the URI of a file
+	commit, files, err := "", nil, h.Missing(some, opt.Env)
+	if offlineSetting(opt.Env) == "" && err == nil {
+		commit, files, err = listFiles(ctx, ref, some, opt)
+		if rev := strings.ToLower(ref.Rev); err == nil && IsCommit(rev) && commit != "" && commit != rev {
+			err = errs.New(errs.ErrCorrupt, "the Hub lists commit %s, but %s was requested", commit, rev)
+		}
+	}
+	if err != nil && ctx.Err() == nil {
+		if s, ok := h.shelfOf(some, opt.Env); ok && (offlineSetting(opt.Env) != "" || h.Away(some, opt.Env, err)) {
+			if commit, _ = s.loadState(); commit == "" {
+				commit = s.notedCommit()
+			}
+			if near := shelvedFiles(filepath.Join(s.folder, "snapshots", commit)); commit != "" && len(near) > 0 {
+				files, err = near, nil
+			}
+		}
+	}
+	if err != nil {
+		return "", nil, errs.Place("open", uri, "", -1, err)
+	}
+	if ref.Rev = commit; commit == "" {
+		ref, _ = source.ParseHF(uri)
+	}
+	files = inFolder(files, ref.File)
+	if len(files) == 0 {
+		return "", nil, errs.In("open", uri, errs.New(errs.ErrNotFound, "the folder has no files"))
+	}
+	return ref.String(), files, nil
+}
+
 // A revision is a branch, tag or commit of a repository, and the commit that it referred to when the load began.
 type revision struct {
 	name   string
@@ -117,33 +155,9 @@ func (r *revision) takeCommit(resp *http.Response) error {
 	return nil
 }
 
-// takeSum records the SHA-256 of a large file from a response of the hub. The hub sends it as the ETag of the linked
-// object. For small files it sends a shorter hash, which is ignored.
-func (o *object) takeSum(resp *http.Response) {
-	sum := strings.ToLower(strings.Trim(resp.Header.Get("X-Linked-ETag"), `"`))
-	if b, err := hex.DecodeString(sum); err != nil || len(b) != sha256.Size {
-		return
-	}
-	o.mu.Lock()
-	defer o.mu.Unlock()
-	o.sum = sum
-}
-
 // IsCommit reports whether s is a full commit hash: a SHA-1 or a SHA-256.
 func IsCommit(s string) bool {
 	return (len(s) == 40 || len(s) == 64) && strings.Trim(s, "0123456789abcdef") == ""
-}
-
-// homeURL returns the URL of the first request.
-func (o *object) homeURL() *url.URL {
-	if o.revision == nil {
-		return o.url
-	}
-	u, err := url.Parse(o.at(o.revision.commitNow()))
-	if err != nil { // cannot happen: openScheme has parsed the same URL with the revision's name
-		return o.url
-	}
-	return u
 }
 
 // hubURL returns a function that maps a revision to the hub's URL of an hf:// file. If the options have no

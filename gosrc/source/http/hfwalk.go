@@ -20,46 +20,6 @@ import (
 // maxListing is the largest file list that is read from a server, in bytes.
 const maxListing = 64 << 20
 
-// Walk lists the files of a repository or of a folder in it, sorted, and returns its URI at the commit of the list. If
-// the hub must not or cannot be asked, Walk lists the files in the huggingface_hub cache, at the commit of this load or
-// at the commit that the cache last recorded.
-func (h *Hub) Walk(ctx context.Context, uri string, opt source.Options) (at string, files []source.Entry, err error) {
-	ref, ok := source.ParseHF(uri)
-	if !ok || !source.Folder(uri) {
-		return "", nil, errs.In("open", uri, errs.New(errs.ErrArgument,
-			"expected a folder: hf://organisation/name or a path that ends in /"))
-	}
-	some := source.Beside(uri, "x") // some functions need the URI of a file
-	commit, files, err := "", nil, h.Missing(some, opt.Env)
-	if offlineSetting(opt.Env) == "" && err == nil {
-		commit, files, err = listFiles(ctx, ref, some, opt)
-		if rev := strings.ToLower(ref.Rev); err == nil && IsCommit(rev) && commit != "" && commit != rev {
-			err = errs.New(errs.ErrCorrupt, "the Hub lists commit %s, but %s was requested", commit, rev)
-		}
-	}
-	if err != nil && ctx.Err() == nil {
-		if s, ok := h.shelfOf(some, opt.Env); ok && (offlineSetting(opt.Env) != "" || h.Away(some, opt.Env, err)) {
-			if commit, _ = s.loadState(); commit == "" {
-				commit = s.notedCommit()
-			}
-			if near := shelvedFiles(filepath.Join(s.folder, "snapshots", commit)); commit != "" && len(near) > 0 {
-				files, err = near, nil
-			}
-		}
-	}
-	if err != nil {
-		return "", nil, errs.Place("open", uri, "", -1, err)
-	}
-	if ref.Rev = commit; commit == "" {
-		ref, _ = source.ParseHF(uri)
-	}
-	files = inFolder(files, ref.File)
-	if len(files) == 0 {
-		return "", nil, errs.In("open", uri, errs.New(errs.ErrNotFound, "the folder has no files"))
-	}
-	return ref.String(), files, nil
-}
-
 // inFolder returns the files below a folder of a repository, sorted, with names relative to it.
 func inFolder(all []source.Entry, folder string) (files []source.Entry) {
 	for _, f := range all {

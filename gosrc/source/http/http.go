@@ -16,6 +16,7 @@ import (
 	"context"
 	"crypto/sha256"
 	"crypto/tls"
+	"encoding/hex"
 	"errors"
 	"fmt"
 	"io"
@@ -377,6 +378,30 @@ func (o *object) Judge(err error) (retry.Verdict, time.Duration) {
 		return retry.Never, 0
 	}
 	return retry.Again, 0
+}
+
+// takeSum records the SHA-256 of a large file from a response of the hub. The hub sends it as the ETag of the linked
+// object. For small files it sends a shorter hash, which is ignored.
+func (o *object) takeSum(resp *http.Response) {
+	sum := strings.ToLower(strings.Trim(resp.Header.Get("X-Linked-ETag"), `"`))
+	if b, err := hex.DecodeString(sum); err != nil || len(b) != sha256.Size {
+		return
+	}
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	o.sum = sum
+}
+
+// homeURL returns the URL of the first request.
+func (o *object) homeURL() *url.URL {
+	if o.revision == nil {
+		return o.url
+	}
+	u, err := url.Parse(o.at(o.revision.commitNow()))
+	if err != nil { // cannot happen: openScheme has parsed the same URL with the revision's name
+		return o.url
+	}
+	return u
 }
 
 // A whole is an object that is read in order by one GET, because the server does not support ranges or sends nothing

@@ -8,6 +8,7 @@ import (
 	"io"
 	"net"
 	"net/http"
+	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -22,6 +23,7 @@ import (
 
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/source"
+	"github.com/overwire/overwire/gosrc/source/retry"
 	"github.com/overwire/overwire/gosrc/source/route"
 )
 
@@ -323,6 +325,24 @@ func (c *client) sendPlainly() {
 	c.mu.Lock()
 	c.plain = true
 	c.mu.Unlock()
+}
+
+// judge discards expired credentials, so that a retry fetches new ones.
+func (c *client) judge(err error) (retry.Verdict, time.Duration) {
+	r, isRefusal := errors.AsType[*refusal](err)
+	if cache, ok := c.creds.(*aws.CredentialsCache); ok && isRefusal &&
+		slices.Contains([]string{"ExpiredToken", "TokenRefreshRequired", "InvalidToken"}, r.code) {
+		cache.Invalidate()
+		return retry.Busy, 0
+	}
+	return judgeError(err)
+}
+
+// signBody excludes the body's hash from the signature if TLS already protects the body.
+func (c *client) signBody(o *s3.Options) {
+	if !strings.HasPrefix(c.endpoint, "http://") {
+		o.APIOptions = append(o.APIOptions, v4.SwapComputePayloadSHA256ForUnsignedPayloadMiddleware)
+	}
 }
 
 // isCutWrite reports whether a connection was closed while a body was being sent. A response that refuses the

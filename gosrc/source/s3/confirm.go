@@ -122,6 +122,56 @@ func (u *upload) absentError(ctx context.Context, err error) error {
 	return err
 }
 
+// beginAnew ends the upload id after the store refused a part without a checksum. The next part then begins an
+// upload with checksums. It reports whether the refused part should be sent again. That is also true if another
+// part has already ended the upload.
+func (u *upload) beginAnew(ctx context.Context, id *string, err error) bool {
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	switch {
+	case u.id != id:
+		return true
+	case u.isSummed || len(u.done) > 0 || !mayWantSum(ctx, err):
+		return false
+	}
+	_, _ = callWithRetries(ctx, u.client, u.bucket,
+		func(ctx context.Context, api *s3.Client) (*s3.AbortMultipartUploadOutput, error) {
+			in := &s3.AbortMultipartUploadInput{Bucket: &u.bucket, Key: &u.key, UploadId: id}
+			return api.AbortMultipartUpload(ctx, in)
+		})
+	u.id, u.isSummed = nil, true
+	return ctx.Err() == nil
+}
+
+// publishWithKey writes a small object as a multipart upload of one part. The response to the part shows
+// whether the store uses the customer's key; if not, an existing object is preserved. For a store without
+// multipart uploads, it returns 0 parts.
+func (u *upload) publishWithKey(ctx context.Context, whole []byte) (parts int, err error) {
+	if u.client.sse.key == nil || len(whole) == 0 {
+		return 0, nil
+	}
+	err = u.Part(ctx, 0, [][]byte{whole})
+	if err == nil {
+		return 1, nil
+	}
+	if errs.RuleOf(err) != ruleNoKey && errors.Is(err, errs.ErrNotSupported) {
+		return 0, nil
+	}
+	return 0, err
+}
+
+// removeUnencrypted removes an object that the store has not encrypted with the customer's key. It returns why
+// if that succeeds.
+func (u *upload) removeUnencrypted(ctx context.Context, api *s3.Client, why error) error {
+	_, err := api.DeleteObject(ctx, &s3.DeleteObjectInput{Bucket: &u.bucket, Key: &u.key})
+	if err != nil {
+		return errs.New(errs.ErrNotSupported, "the store does not confirm that it encrypts with "+
+			"sse_customer_key, and the unencrypted "+
+			"object could not be removed: %v", classifyError(ctx, err))
+	}
+	return why
+}
+
 // combinedETag returns the ETag of an object that consists of these sorted parts, or "" if the parts' ETags are
 // not MD5s.
 func combinedETag(done []types.CompletedPart) string {

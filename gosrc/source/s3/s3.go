@@ -14,7 +14,6 @@ import (
 	"fmt"
 	"io"
 	"net/http"
-	"slices"
 	"strings"
 	"time"
 
@@ -310,15 +309,4 @@ func (o *fetcher) Judge(err error) (retry.Verdict, time.Duration) { return o.cli
 func (o *fetcher) Close() error {
 	o.client.releaseClient()
 	return nil
-}
-
-// judge discards expired credentials, so that a retry fetches new ones.
-func (c *client) judge(err error) (retry.Verdict, time.Duration) {
-	r, isRefusal := errors.AsType[*refusal](err)
-	if cache, ok := c.creds.(*aws.CredentialsCache); ok && isRefusal &&
-		slices.Contains([]string{"ExpiredToken", "TokenRefreshRequired", "InvalidToken"}, r.code) {
-		cache.Invalidate()
-		return retry.Busy, 0
-	}
-	return judgeError(err)
 }

@@ -14,7 +14,6 @@ import (
 
 	"github.com/aws/aws-sdk-go-v2/aws"
 	awsmiddleware "github.com/aws/aws-sdk-go-v2/aws/middleware"
-	v4 "github.com/aws/aws-sdk-go-v2/aws/signer/v4"
 	"github.com/aws/aws-sdk-go-v2/service/s3"
 	"github.com/aws/aws-sdk-go-v2/service/s3/types"
 
@@ -254,13 +253,6 @@ func (u *upload) Abort() {
 			retry.Pause(ctx, failures, 0) != nil {
 			return
 		}
-	}
-}
-
-// signBody excludes the body's hash from the signature if TLS already protects the body.
-func (c *client) signBody(o *s3.Options) {
-	if !strings.HasPrefix(c.endpoint, "http://") {
-		o.APIOptions = append(o.APIOptions, v4.SwapComputePayloadSHA256ForUnsignedPayloadMiddleware)
 	}
 }
 

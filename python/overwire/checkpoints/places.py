@@ -31,11 +31,10 @@ from ..errors import (
     IOFailure,
     NotFoundError,
     OverwireError,
-    error_of_system,
 )
 from ..files import lock_path, state_of_file
 from ..model.reading import read_bytes
-from ..paths import is_file, is_remote, local, path_of
+from ..paths import classed_errors, is_file, is_remote, local, path_of
 from ..stores import ObjectReader, refuse_planted, remove_objects, resolve_links, write_bytes
 from .manifest import LIMIT, NAME, TRAINING, Manifest, decode
 
@@ -107,7 +106,7 @@ class Place:
         if self.remote:
             self._objects.append(path)
             return path
-        with self._naming_failures("write to"):
+        with classed_errors(self.path, "write to"):
             if not os.path.isdir(self._partial):
                 why = f"{self._partial} does not exist: all ranks must write to one file system until the save ends"
                 raise self._error_at(why, NotFoundError)
@@ -144,7 +143,7 @@ class Place:
         if self.remote:
             self._refuse_indexes()
             return
-        with self._naming_failures("make"):
+        with classed_errors(self.path, "make"):
             os.makedirs(os.path.dirname(self._prefix), exist_ok=True)
             # The lock file is next to the folder. The lock is held until the new checkpoint is published and the old
             # one is removed.
@@ -177,7 +176,7 @@ class Place:
             self._objects = []
             return
         try:
-            with self._naming_failures("publish"):
+            with classed_errors(self.path, "publish"):
                 for file in files:
                     if not os.path.isfile(self.path_of(file)):
                         raise IOFailure(
@@ -242,7 +241,7 @@ class Place:
                 read_bytes(f"{self.path}/{NAME}", LIMIT, storage_options=self.options)
                 raise self._error_at("the checkpoint exists and cannot be replaced in a store: save to another name")
             return False
-        with self._naming_failures("list"):
+        with classed_errors(self.path, "list"):
             try:
                 entries = sorted(os.listdir(self._target))
             except FileNotFoundError:
@@ -309,15 +308,6 @@ class Place:
             for name in names:
                 with contextlib.suppress(OSError):
                     os.rmdir(name)
-
-    @contextlib.contextmanager
-    def _naming_failures(self, what: str) -> Any:
-        try:
-            yield
-        except OverwireError:
-            raise
-        except OSError as error:
-            raise error_of_system(error, what, self.path) from error
 
 
 def read_manifest(path: str, options: Mapping[str, object] | None) -> Manifest:
