@@ -76,7 +76,8 @@ class Feeder:
         self._node: str = ray.get_runtime_context().get_node_id()
         self._process = f"{self._node} {os.getpid()}"
         self._directory = find_directory(ray)
-        ray.get(self._directory.note_alive.remote(self._process), timeout=_START)  # a new actor starts in some seconds
+        self._directory.note_alive.remote(self._process)  # connects while the engine opens the object
+        self._patience = _START  # for the directory's next answer: a new actor starts in some seconds
         self._memory: dict[Piece, Any] = {}  # of the pieces that the engine uses
         self._owners: dict[Piece, str] = {}  # of all pieces that it has used
         self._asked: dict[Piece, FedEvent] = {}  # the engine's open questions
@@ -145,16 +146,26 @@ class Feeder:
                 self._asked = {key: one for key, one in self._asked.items() if key[0] != file}
                 self._memory = {key: one for key, one in self._memory.items() if key[0] != file}
                 self._owners = {key: one for key, one in self._owners.items() if key[0] != file}
-        if what == "bad":
+        if what == "ask" and self._patience == _START:
+            _verbs.feed_wait(self._feed, *piece, int(_START * 1000))
+        elif what == "bad":
             self._say("has a wrong checksum", "dropped for all nodes", event)
-            if piece in self._owners:
-                self._directory.drop.remote([(event["name"], event["piece"])], self._owners[piece])
+            self._drop_piece((event["name"], event["piece"]), self._owners.get(piece))
         elif what == "late":
             self._say("is late", "the store would be faster", event)
         elif what == "alone":
             self._say(f"pieces of {event['uri']} do not arrive in time", "no more of them are requested")
         if what in ("alone", "close"):
             self._directory.leave.remote(event["name"], self._node)
+
+    def _drop_piece(self, key: directory.Key, owner: str | None) -> None:
+        with self._lock:
+            is_shared = key not in self._leases
+            self._leases.discard(key)
+        if not is_shared:  # this process has read the piece, and now does not share it
+            self._directory.fail.remote(key, self._process)
+        elif owner is not None:
+            self._directory.drop.remote([key], owner)
 
     def _take_answers(self) -> None:
         # Asks the directory as long as the engine has questions or this process has leases.
@@ -172,9 +183,11 @@ class Feeder:
             try:
                 keys = [(one["name"], one["piece"], one["bytes"]) for one in wants]
                 work = self._directory.take_work.remote(self._process, self._node, self._room, keys, leases, has)
-                pieces, reads, stores = self._ray.get(work, timeout=_PATIENCE)
+                pieces, reads, stores = self._ray.get(work, timeout=self._patience)
+                self._patience = _PATIENCE
             except Exception as error:
                 self._say("the directory does not answer", error)
+                self._patience = _PATIENCE
                 for one in wants:
                     self._answer_question(one)
                 self._find_again()
@@ -298,9 +311,10 @@ class Feeder:
             after = time.monotonic()
             ref = self._ray.put(pickle.PickleBuffer(memory))
             del holder
-            with self._lock:
-                self._leases.discard(key)
-            self._directory.put.remote(key, self._process, [ref], sums, after - began)
+            with self._lock:  # so that a wrong piece is not shared after it was dropped
+                if key in self._leases:
+                    self._leases.discard(key)
+                    self._directory.put.remote(key, self._process, [ref], sums, after - began)
             if time.monotonic() - after > _SHARE:
                 self._room = 0
                 self._say("Ray's object store is full or slow", "this process shares no more pieces")
