@@ -6,6 +6,7 @@ Set OVERWIRE_TEST_SEED to repeat the faults of a run, and OVERWIRE_TEST_FAULTS t
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import random
 import time
@@ -29,6 +30,7 @@ class Soak:
         self.setup, self.rng = setup, rng
         self.replicas: dict[int, list[Any]] = {node: [] for node in range(NODES)}
         self.uri, self.want, self.size = "", {}, 0
+        self.numbers = itertools.count(NODES)  # of the nodes that die
 
     def take(self, node: int | None = None) -> Any:
         """Returns a replica that is idle, on a random node or a certain one."""
@@ -70,9 +72,10 @@ def kill_owner(soak: Soak) -> Any:
 
 
 def kill_raylet(soak: Soak) -> Any:
-    """A node dies."""
-    node = add_node(soak.setup.cluster, NODES)
-    victim, *others = soak.setup.replica(NODES), soak.take(), soak.take()
+    """A node dies. Each time it is another one, because Ray starts actors on a dead node until it notices."""
+    number = next(soak.numbers)
+    node = add_node(soak.setup.cluster, number)
+    victim, *others = soak.setup.replica(number), soak.take(), soak.take()
     works = soak.start(victim, *others)
     soak.wait()
     soak.setup.cluster.remove_node(node, allow_graceful=False)

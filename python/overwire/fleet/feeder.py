@@ -76,7 +76,6 @@ class Feeder:
         self._node: str = ray.get_runtime_context().get_node_id()
         self._process = f"{self._node} {os.getpid()}"
         self._directory = find_directory(ray)
-        self._directory.note_alive.remote(self._process)  # connects while the engine opens the object
         self._patience = _START  # for the directory's next answer: a new actor starts in some seconds
         self._memory: dict[Piece, Any] = {}  # of the pieces that the engine uses
         self._owners: dict[Piece, str] = {}  # of all pieces that it has used
@@ -168,7 +167,9 @@ class Feeder:
             self._directory.drop.remote([key], owner)
 
     def _take_answers(self) -> None:
-        # Asks the directory as long as the engine has questions or this process has leases.
+        # Asks the directory as long as the engine has questions or this process has leases. Connects to it before there
+        # are any, because a process's first call to Ray takes long.
+        self._note_alive()
         while not self._is_over:
             with self._lock:
                 wants = [one for piece, one in self._asked.items() if piece not in self._busy]
