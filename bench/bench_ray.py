@@ -1,13 +1,13 @@
 """Measures loads through Ray on several nodes: network namespaces of this machine, with links of limited speed.
 
-    sudo python bench/bench_ray.py [--nodes 4] [--size 512MB] [--rate 300mbit] [--piece 8] [--repeat 3] [--json]
+    sudo python bench/bench_ray.py [--nodes 4] [--size 512MB] [--rate 300mbit] [--piece 8] [--repeat 3]
 
 Each node is a network, mount and process namespace with a raylet of its own; the S3 server (versitygw) has one too. A
 link has the same rate in both directions, also the store's. The bytes that the store sent are those of its network
 interface, divided by those that one node's load without Ray takes there. The second replica on a node and the load
-from /dev/shm are fresh processes. They have called Ray before, as every actor has. A row is the median of all rounds. Each round has an object and processes of its
-own, and compares checksums of the tensors after each load. Needs root, `ip`, `tc`, `nsenter`, Ray and ml_dtypes, and
-memory for the tensors and shared pieces of all nodes.
+from /dev/shm are fresh processes. They have called Ray before, as every actor has. A row is the median of all rounds.
+Each round has an object and processes of its own, and compares checksums of the tensors after each load. Needs root,
+`ip`, `tc`, `nsenter`, Ray and ml_dtypes, and memory for the tensors and shared pieces of all nodes.
 """
 
 from __future__ import annotations
