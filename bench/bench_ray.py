@@ -1,13 +1,13 @@
 """Measures loads through Ray on several nodes: network namespaces of this machine, with links of limited speed.
 
-    sudo python bench/bench_ray.py [--size 512MB] [--rate 300mbit] [--piece 8] [--repeat 3] [--json]
+    sudo python bench/bench_ray.py [--nodes 4] [--size 512MB] [--rate 300mbit] [--piece 8] [--repeat 3]
 
 Each node is a network, mount and process namespace with a raylet of its own; the S3 server (versitygw) has one too. A
 link has the same rate in both directions, also the store's. The bytes that the store sent are those of its network
 interface, divided by those that one node's load without Ray takes there. The second replica on a node and the load
-from /dev/shm are fresh processes. A row is the median of all rounds. Each round has an object and processes of its
-own, and compares checksums of the tensors after each load. Needs root, `ip`, `tc`, `nsenter`, Ray and ml_dtypes, and
-memory for the tensors and shared pieces of all nodes.
+from /dev/shm are fresh processes. They have called Ray before, as every actor has. A row is the median of all rounds.
+Each round has an object and processes of its own, and compares checksums of the tensors after each load. Needs root,
+`ip`, `tc`, `nsenter`, Ray and ml_dtypes, and memory for the tensors and shared pieces of all nodes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-NODES, LATE = 4, 4  # nodes that load at once, and the number of the late node
 STORE = 100  # the host number of the store in the network
 NET, BRIDGE, PORT = "10.77.0", "owbridge", 7070
 KEYS = {"AWS_ACCESS_KEY_ID": "bench", "AWS_SECRET_ACCESS_KEY": "bench-secret"}
@@ -40,6 +39,7 @@ def replica() -> None:
     import ray
 
     ray.init(address="auto", log_to_driver=False, configure_logging=False)
+    ray.put(0)  # a process's first call imports modules
     print(json.dumps({}), flush=True)
     for line in sys.stdin:
         todo = json.loads(line)
@@ -145,7 +145,7 @@ class Fleet:
                          "--quiet", "--iam-dir", str(self.folder / "iam"), "posix", str(self.folder / "s3"),
                          ROOT_ACCESS_KEY=KEYS["AWS_ACCESS_KEY_ID"], ROOT_SECRET_KEY=KEYS["AWS_SECRET_ACCESS_KEY"],
                          )  # fmt: skip
-        self.nodes = [Place(number + 1, stack) for number in range(NODES + 1)]
+        self.nodes = [Place(number + 1, stack) for number in range(args.nodes + 1)]
         ray = str(Path(sys.executable).with_name("ray"))
         for node in self.nodes:
             role = ["--head", "--port=6379", "--include-dashboard=false"]
@@ -205,7 +205,7 @@ class Fleet:
 def measure(fleet: Fleet, kind: str, rows: set[str], add: Callable[..., None]) -> None:
     """One round of all rows."""
     replicas = [Replica(node) for node in fleet.nodes]
-    fleet.start_directory(replicas[LATE])
+    fleet.start_directory(replicas[-1])
     uri = fleet.object(kind)
     one, sent = fleet.at_once(replicas[:1], uri, ray=False)
     add(kind, "one node: seconds", one)
@@ -213,17 +213,15 @@ def measure(fleet: Fleet, kind: str, rows: set[str], add: Callable[..., None]) -
         seconds, count = fleet.at_once(replicas[:1], fleet.object(kind), ray=True)
         add(kind, "one node with Ray: time / one", seconds / one)
         add(kind, "one node with Ray: bytes / one", count / sent)
-    if "four" in rows:
-        seconds, count = fleet.at_once(replicas[:NODES], uri, ray=False)
-        add(kind, "4 at once without Ray: time / one", seconds / one)
-        add(kind, "4 at once without Ray: bytes / one", count / sent)
-        seconds, count = fleet.at_once(replicas[:NODES], uri, ray=True)
-        add(kind, "4 at once: time / one", seconds / one)
-        add(kind, "4 at once: bytes / one", count / sent)
-    else:
+    for way in ("without", "with"):
+        if way in rows:
+            seconds, count = fleet.at_once(replicas[:-1], uri, ray=way == "with")
+            add(kind, f"{len(replicas) - 1} at once {way} Ray: time / one", seconds / one)
+            add(kind, f"{len(replicas) - 1} at once {way} Ray: bytes / one", count / sent)
+    if "with" not in rows:
         fleet.at_once(replicas[:1], uri, ray=True)
     if "late" in rows:
-        seconds, count = fleet.at_once(replicas[LATE:], uri, ray=True)
+        seconds, count = fleet.at_once(replicas[-1:], uri, ray=True)
         add(kind, "late node: time / one", seconds / one)
         add(kind, "late node: bytes / one", count / sent)
     if "second" in rows:
@@ -248,12 +246,13 @@ def measure(fleet: Fleet, kind: str, rows: set[str], add: Callable[..., None]) -
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--nodes", type=int, default=4, help="nodes that load at once (default 4)")
     parser.add_argument("--size", default="512MB", help="tensor bytes (default 512MB)")
     parser.add_argument("--rate", default="300mbit", help="of each link, as for tc (default 300mbit)")
     parser.add_argument("--piece", default="8", help="MiB of a piece (default 8)")
     parser.add_argument("--object-store", type=int, default=2048, help="MiB of a node's object store (default 2048)")
     parser.add_argument("--kinds", default="plain,compressed", help="kinds of files (default plain,compressed)")
-    parser.add_argument("--rows", default="one,four,late,second", help="what to measure (default: all)")
+    parser.add_argument("--rows", default="one,without,with,late,second", help="what to measure (default: all)")
     parser.add_argument("--repeat", type=int, default=3, help="rounds (default 3)")
     parser.add_argument("--dir", help="folder for temporary files, on a file system with extended attributes")
     parser.add_argument("--json", action="store_true", help="print one JSON document")

@@ -199,8 +199,9 @@ func (w *worker) submitSlot(slot device.Slot, view func(off, n int64) ([]byte, e
 	err := w.run.queue.Submit(slot, p.Len, w.task.Plan.Tasks[p.First:p.First+p.Count], func(i int, err error) {
 		defer w.run.pending.Done()
 		if err != nil {
-			j := &w.task.Plan.Tasks[p.First+int32(i)]
-			w.doubtBytes(p, p.Off+int64(j.Src), int64(j.Chunk.Stored))           // the next load reads them again
+			if j := &w.task.Plan.Tasks[p.First+int32(i)]; errors.Is(err, errs.ErrCorrupt) {
+				w.doubtBytes(p, p.Off+int64(j.Src), int64(j.Chunk.Stored)) // the next load reads them again
+			}
 			w.run.cancel(w.run.locateError(stageOf(err), p.First+int32(i), err)) // later causes are ignored
 			return
 		}

@@ -3,6 +3,8 @@ package relay
 // This file compares checksums of this rank's shares on its GPU.
 
 import (
+	"errors"
+
 	"github.com/overwire/overwire/gosrc/device"
 	"github.com/overwire/overwire/gosrc/device/cuda/queue"
 	"github.com/overwire/overwire/gosrc/errs"
@@ -82,12 +84,22 @@ func (s *summer) sumShare(piece int, slot *queue.Slot) error {
 	return s.queue.Submit(slot, ring.bytes, tasks, func(i int, err error) {
 		if err != nil {
 			good = false
+			s.doubtRead(reads[i], err)
 			s.prog.failWith(s.locateError(reads[i], err), true)
 		}
 		if left--; left == 0 && good {
 			s.prog.makeReadable(piece)
 		}
 	})
+}
+
+// doubtRead reports wrong bytes to their source, so that the next load reads them from their store.
+func (s *summer) doubtRead(read *plan.ChunkRead, err error) {
+	doubt := s.model.Sources()[s.lay.ix.Tensors[read.Data].Source].Facts().Doubt
+	if doubt != nil && errors.Is(err, errs.ErrCorrupt) {
+		c := s.lay.chunkAt(plan.ChunkOf{Data: read.Data, N: read.N})
+		doubt(c.Off, int64(c.Stored))
+	}
 }
 
 // locateError adds the tensor and chunk of a read to an error.

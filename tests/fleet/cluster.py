@@ -38,6 +38,7 @@ class Replica:
         import logging
 
         self.lines: list[str] = []
+        self.reads_store = False
         handler = logging.Handler()
         handler.emit = lambda record: self.lines.append(record.getMessage())  # type: ignore[method-assign]
         logging.getLogger("overwire").addHandler(handler)
@@ -46,8 +47,24 @@ class Replica:
         import overwire
 
         self.lines.clear()
-        tensors = overwire.load_file(uri, framework="np", storage_options=options, ray=ray)
+        try:
+            tensors = overwire.load_file(uri, framework="np", storage_options=options, ray=ray)
+        finally:
+            self.reads_store = self.reads_store or any("from the store" in line for line in self.lines)
         return {name: zlib.crc32(tensor.tobytes()) for name, tensor in tensors.items()}, self.lines
+
+    def has_read_store(self) -> bool:
+        """Returns whether a load has logged that it reads pieces from the store itself."""
+        return self.reads_store
+
+    def load_in_group(self, uri: str, options: dict[str, Any], rank: int, ranks: int, path: str) -> dict[str, int]:
+        import overwire
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=ranks)
+        tensors = overwire.load_file(uri, storage_options=options, group=dist.group.WORLD, ray=True)
+        dist.destroy_process_group()
+        return {name: zlib.crc32(tensor.numpy().tobytes()) for name, tensor in tensors.items()}
 
     def load_checkpoint(self, uri: str, options: dict[str, Any]) -> dict[str, int]:
         import torch

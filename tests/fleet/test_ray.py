@@ -115,6 +115,28 @@ def test_wrong_bytes(setup: Setup, compress: bool) -> None:
     wait_until_gone()
 
 
+def test_damaged_read(setup: Setup) -> None:
+    """A process that reads wrong bytes from the store drops their piece, and reads the right bytes. Other processes get
+    only right bytes."""
+    uri, want, _ = setup.model(True)
+    first, second = setup.replica(0), setup.replica(1)
+    setup.proxy.wrong = 1
+    got, lines = ray.get(first.load.remote(uri, setup.options))
+    assert got == want and setup.proxy.wrong == 0 and any("wrong checksum" in line for line in lines)
+    assert ray.get(second.load.remote(uri, setup.options)) == (want, [])
+
+
+def test_damaged_read_of_group(setup: Setup, tmp_path: Path) -> None:
+    """The same holds for the ranks of a group load to the host."""
+    uri, want, _ = setup.model(True)
+    ranks = [setup.replica(0), setup.replica(1)]
+    setup.proxy.wrong = 1
+    works = [one.load_in_group.remote(uri, setup.options, rank, len(ranks), str(tmp_path / "group"))
+             for rank, one in enumerate(ranks)]  # fmt: skip
+    assert ray.get(works) == [want, want] and setup.proxy.wrong == 0
+    assert ray.get(setup.replica(2).load.remote(uri, setup.options)) == (want, [])
+
+
 def test_unused_directory(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
     """The directory ends for good when no process has called it for a while. The next load starts a new one."""
     with contextlib.suppress(ValueError):

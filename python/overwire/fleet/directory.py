@@ -19,7 +19,7 @@ LEASE = 3.0
 RECENT = 10.0
 
 #: Limits in seconds for one call of `take_work`, for a process that waits for room on its node, and for a process that
-#: waits for a piece.
+#: waits for a piece while no piece of the object is shared.
 POLL, FULL, PATIENCE = 0.5, 2.0, 30.0
 
 #: Seconds without a call after which a process counts as ended. Without processes, the directory ends.
@@ -80,6 +80,7 @@ class Directory:
         self.leases: dict[Key, Lease] = {}
         self.processes: dict[str, Process] = {}
         self.readers: dict[str, dict[str, float]] = {}  # when each node last wanted a piece of an object
+        self.shared: dict[str, float] = {}  # when the last piece of each object was shared
         self.used: dict[str, int] = {}  # bytes of pieces and leases by node
         self.alive: dict[str, float] = {}  # when each process last called
         self.watch: asyncio.Future[None] | None = None
@@ -153,7 +154,7 @@ class Directory:
             if piece is not None:
                 self.pieces.move_to_end(key)
                 answer.pieces.append((key, piece.refs, piece.sums, piece.process, piece.seconds))
-            elif now > since + PATIENCE:
+            elif now > max(since, self.shared.get(key[0], 0)) + PATIENCE:
                 answer.stores.append(key)
             elif key in self.leases or count >= LEASES:
                 continue
@@ -215,6 +216,7 @@ class Directory:
         lease = self.leases.get(key)
         if lease is not None and lease.process == process:
             self._end_lease(key)
+            self.shared[key[0]] = time.monotonic()
             self.pieces[key] = Piece(refs, sums, process, lease.node, lease.size, seconds)
             self.used[lease.node] += lease.size
 
@@ -237,6 +239,7 @@ class Directory:
         nodes.pop(node, None)
         if not nodes:
             self.readers.pop(name, None)
+            self.shared.pop(name, None)
 
     async def counts(self) -> dict[str, int]:
         """Returns the numbers of pieces and leases, and the bytes of pieces."""

@@ -37,6 +37,10 @@ NAMESPACE, DIRECTORY = "overwire", "directory-3"
 # pieces that the engine asks for before it reads them.
 _PIECES, _READS, _AHEAD = 4, 2, 16
 
+# The number of pieces that Ray fetches at once. More transfers would slow down the reads from the store, for which
+# other nodes wait, and the piece that the engine needs first.
+_FETCHES = 4
+
 # Limits in seconds for the first answer of the directory and for later ones, and the interval between calls that tell
 # it that an idle process is alive.
 _START, _PATIENCE, _BEAT = 30.0, 5.0, 60.0
@@ -76,11 +80,13 @@ class Feeder:
         self._node: str = ray.get_runtime_context().get_node_id()
         self._process = f"{self._node} {os.getpid()}"
         self._directory = find_directory(ray)
-        ray.get(self._directory.note_alive.remote(self._process), timeout=_START)  # a new actor starts in some seconds
+        self._patience = _START  # for the directory's next answer: a new actor starts in some seconds
         self._memory: dict[Piece, Any] = {}  # of the pieces that the engine uses
         self._owners: dict[Piece, str] = {}  # of all pieces that it has used
         self._asked: dict[Piece, FedEvent] = {}  # the engine's open questions
         self._busy: set[Piece] = set()  # those that a thread works on
+        self._fetches: list[Callable[[], None]] = []  # start the next fetches, in the order of the engine's reads
+        self._fetching = 0
         self._leases: set[directory.Key] = set()
         self._has: list[directory.Key] = []  # received since the last call of the directory
         self._lock = new_lock()
@@ -145,10 +151,11 @@ class Feeder:
                 self._asked = {key: one for key, one in self._asked.items() if key[0] != file}
                 self._memory = {key: one for key, one in self._memory.items() if key[0] != file}
                 self._owners = {key: one for key, one in self._owners.items() if key[0] != file}
-        if what == "bad":
+        if what == "ask" and self._patience == _START:
+            _verbs.feed_wait(self._feed, *piece, int(_START * 1000))
+        elif what == "bad":
             self._say("has a wrong checksum", "dropped for all nodes", event)
-            if piece in self._owners:
-                self._directory.drop.remote([(event["name"], event["piece"])], self._owners[piece])
+            self._drop_piece((event["name"], event["piece"]), self._owners.get(piece))
         elif what == "late":
             self._say("is late", "the store would be faster", event)
         elif what == "alone":
@@ -156,8 +163,19 @@ class Feeder:
         if what in ("alone", "close"):
             self._directory.leave.remote(event["name"], self._node)
 
+    def _drop_piece(self, key: directory.Key, owner: str | None) -> None:
+        with self._lock:
+            is_shared = key not in self._leases
+            self._leases.discard(key)
+        if not is_shared:  # this process has read the piece, and now does not share it
+            self._directory.fail.remote(key, self._process)
+        elif owner is not None:
+            self._directory.drop.remote([key], owner)
+
     def _take_answers(self) -> None:
-        # Asks the directory as long as the engine has questions or this process has leases.
+        # Asks the directory as long as the engine has questions or this process has leases. Connects to it before there
+        # are any, because a process's first call to Ray takes long.
+        self._note_alive()
         while not self._is_over:
             with self._lock:
                 wants = [one for piece, one in self._asked.items() if piece not in self._busy]
@@ -172,9 +190,11 @@ class Feeder:
             try:
                 keys = [(one["name"], one["piece"], one["bytes"]) for one in wants]
                 work = self._directory.take_work.remote(self._process, self._node, self._room, keys, leases, has)
-                pieces, reads, stores = self._ray.get(work, timeout=_PATIENCE)
+                pieces, reads, stores = self._ray.get(work, timeout=self._patience)
+                self._patience = _PATIENCE
             except Exception as error:
                 self._say("the directory does not answer", error)
+                self._patience = _PATIENCE
                 for one in wants:
                     self._answer_question(one)
                 self._find_again()
@@ -258,15 +278,40 @@ class Feeder:
     def _fetch_piece(self, event: FedEvent, refs: list[Any], sums: bytes, owner: str, seconds: float) -> None:
         # Starts to fetch a piece that another process has read. No thread waits in ray.get, because a ray.put of this
         # process would then wait as well.
-        if not sums:  # the engine does not check a piece without checksums
-            self._answer_question(event)
-            return
-        wait = min(max(_WAIT, _READS_LONG * seconds), directory.PATIENCE)  # another process chose `seconds`
-        _verbs.feed_wait(self._feed, event["file"], event["piece"], int(wait * 1000))
-        future = refs[0].future()
-        future.add_done_callback(
-            lambda future: self._work.put(partial(self._run_work, partial(self._use_piece, future, sums, owner), event))
-        )
+        piece = event["file"], event["piece"]
+        wait = int(min(max(_WAIT, _READS_LONG * seconds), directory.PATIENCE) * 1000)  # another process chose `seconds`
+
+        def start(event: FedEvent) -> None:
+            if not sums or piece not in self._asked:  # the engine does not check a piece without checksums
+                self._answer_question(event)
+                self._set_free(event)
+                self._start_fetches(1)
+                return
+            try:
+                _verbs.feed_wait(self._feed, *piece, wait)
+                refs[0].future().add_done_callback(end)
+            except Exception:
+                self._start_fetches(1)
+                raise
+
+        def end(future: Any) -> None:
+            self._work.put(partial(self._run_work, partial(self._use_piece, future, sums, owner), event))
+            self._work.put(partial(self._start_fetches, 1))
+
+        with self._lock:
+            self._fetches.append(partial(self._run_work, start, event))
+            rounds = len(self._fetches) // _FETCHES + 1
+        _verbs.feed_wait(self._feed, *piece, wait * rounds)
+        self._start_fetches()
+
+    def _start_fetches(self, ended: int = 0) -> None:
+        with self._lock:
+            self._fetching -= ended
+            starts = self._fetches[: _FETCHES - self._fetching]
+            del self._fetches[: len(starts)]
+            self._fetching += len(starts)
+        for start in starts:
+            start()
 
     def _use_piece(self, future: Any, sums: bytes, owner: str, event: FedEvent) -> None:
         """Answers with a piece that Ray has fetched. If it is lost, the question stays open."""
@@ -298,9 +343,10 @@ class Feeder:
             after = time.monotonic()
             ref = self._ray.put(pickle.PickleBuffer(memory))
             del holder
-            with self._lock:
-                self._leases.discard(key)
-            self._directory.put.remote(key, self._process, [ref], sums, after - began)
+            with self._lock:  # so that a wrong piece is not shared after it was dropped
+                if key in self._leases:
+                    self._leases.discard(key)
+                    self._directory.put.remote(key, self._process, [ref], sums, after - began)
             if time.monotonic() - after > _SHARE:
                 self._room = 0
                 self._say("Ray's object store is full or slow", "this process shares no more pieces")
