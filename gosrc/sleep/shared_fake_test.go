@@ -6,9 +6,11 @@ import (
 	"path/filepath"
 	"slices"
 	"testing"
+	"unsafe"
 
 	"github.com/overwire/overwire/gosrc/codec/digest"
 	"github.com/overwire/overwire/gosrc/device/cuda"
+	"github.com/overwire/overwire/gosrc/device/cuda/stream"
 	"github.com/overwire/overwire/gosrc/device/pinned"
 	"github.com/overwire/overwire/gosrc/hoststore"
 	"github.com/overwire/overwire/gosrc/job"
@@ -37,9 +39,18 @@ func TestSharedFake(t *testing.T) {
 	defer free()
 	spec := Spec{Device: "cuda:0"}
 	sums := func() {
-		spec.Digests = nil
+		t.Helper()
+		var views []digest.View
 		for _, x := range in {
-			spec.Digests = append(spec.Digests, digest.Of(x.Data).String())
+			views = append(views, digest.Contiguous(uint64(uintptr(unsafe.Pointer(&x.Data[0]))), int64(len(x.Data))))
+		}
+		all, err := d.Digest(stream.Order{}, views, digest.ProcessKey())
+		if err != nil {
+			t.Fatal(err)
+		}
+		spec.Digests = nil
+		for _, sum := range all {
+			spec.Digests = append(spec.Digests, sum.String())
 		}
 	}
 	sums()
