@@ -297,7 +297,8 @@ def do_ten(asked: argparse.Namespace) -> int:
     for path in (plain, *packed):
         path.unlink()
     print(
-        f"ten models of {total / 1e10:.2f} GB take {ratio:.4f} of their size; ten of 16 GB would take {160 * ratio:.0f} GB"
+        f"ten models of {total / 1e10:.2f} GB take {ratio:.4f} of their size; "
+        f"ten of 16 GB would take {160 * ratio:.0f} GB"
     )
     return 0
 

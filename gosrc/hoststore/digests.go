@@ -45,8 +45,8 @@ type Part struct {
 }
 
 // FindParts returns containers that this process has kept and the store still has, which together have as many of the
-// wanted tensors as possible. want has their keyed digests by name. The caller closes their sources. If the store fails, FindParts returns what it has found,
-// and logs a notice. A nil Link finds nothing.
+// wanted tensors as possible. want has their keyed digests by name. The caller closes their sources. If the store
+// fails, FindParts returns what it has found, and logs a notice. A nil Link finds nothing.
 func FindParts(ctx context.Context, l *Link, want map[string]digest.Sum) (parts []Part) {
 	const instead = "the tensors are kept in this process's own memory"
 	if l == nil || len(want) == 0 {

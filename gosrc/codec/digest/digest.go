@@ -11,7 +11,7 @@
 //	high    mix(a + (bytes + 1) * B)
 //	low     mix(b + high)
 //
-// The digest is not cryptographic. docs/format.md section 6 says which changes it detects. key.go defines keyed digests.
+// The digest is not cryptographic. docs/format.md section 6 says which changes it detects. key.go has keyed digests.
 //
 // Unless documented otherwise, everything in this package is safe for concurrent use.
 package digest

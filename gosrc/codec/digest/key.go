@@ -63,7 +63,8 @@ func (key *Key) addTile(s *State, row uint64, tile *[tileBytes]byte) {
 		var x, y uint64
 		for k := range rowPairs {
 			w := tile[(lanes*k+lane)*pair:][:pair]
-			hi, lo := bits.Mul64(binary.LittleEndian.Uint64(w)+key[2*k], binary.LittleEndian.Uint64(w[WordBytes:])+key[2*k+1])
+			v := binary.LittleEndian.Uint64(w) + key[2*k]
+			hi, lo := bits.Mul64(v, binary.LittleEndian.Uint64(w[WordBytes:])+key[2*k+1])
 			x += lo
 			y += hi
 		}

@@ -11,8 +11,8 @@ import (
 
 // keyedOf returns the keyed digest of contiguous bytes.
 func keyedOf(t *testing.T, key *Key, p []byte) Sum {
-	sums, err := All(t.Context(), []View{Contiguous(uint64(uintptr(unsafe.Pointer(unsafe.SliceData(p)))), int64(len(p)))},
-		2, key)
+	v := Contiguous(uint64(uintptr(unsafe.Pointer(unsafe.SliceData(p)))), int64(len(p)))
+	sums, err := All(t.Context(), []View{v}, 2, key)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -60,7 +60,8 @@ func TestDigest(t *testing.T) {
 		Strides: []int64{2}}}, nil); err != nil || got[0] != digest.Of(nil) {
 		t.Error(got, err)
 	}
-	if _, err := d.Digest(stream.Order{Stream: 1}, []digest.View{{Address: views[0].Address, Item: 5}}, nil); err == nil {
+	wrong := []digest.View{{Address: views[0].Address, Item: 5}}
+	if _, err := d.Digest(stream.Order{Stream: 1}, wrong, nil); err == nil {
 		t.Error("elements of 5 bytes were accepted")
 	}
 }
