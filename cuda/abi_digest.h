@@ -1,12 +1,14 @@
-/* Job structs of the kernel that computes tensor digests (digest.cuh). Plain C, fixed
+/* Job structs of the kernels that compute tensor digests (digest.cuh). Plain C, fixed
  * sizes, no padding, as in abi.h.
  *
  *   ow_digest(jobs, n, tiles, dims, sums)
+ *   ow_digest_keyed(jobs, n, tiles, dims, sums)
  *
  * Launch: block OW_DIGEST_THREADS, any grid, no shared memory. The warps divide the
  * tiles of all jobs among themselves. sums has two words per job, which the host zeroes
  * before the launch. The kernel computes the sums a and b of gosrc/codec/digest in these
- * words, and the host computes the digest from a and b. */
+ * words, and the host computes the digest from a and b. ow_digest_keyed does the same for
+ * keyed digests. The OW_DIGEST_KEY words before sums are the key. */
 #ifndef OVERWIRE_ABI_DIGEST_H
 #define OVERWIRE_ABI_DIGEST_H
 
@@ -30,6 +32,6 @@ typedef struct ow_digest_dim {
     int64_t stride; /* bytes */
 } ow_digest_dim;    /* 16 bytes */
 
-enum { OW_DIGEST_THREADS = 256, OW_DIGEST_TILE = 4096, OW_DIGEST_BLOCKS = 4 /* per SM */ };
+enum { OW_DIGEST_THREADS = 256, OW_DIGEST_TILE = 4096, OW_DIGEST_BLOCKS = 4 /* per SM */, OW_DIGEST_KEY = 18 };
 
 #endif

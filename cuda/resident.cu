@@ -5,12 +5,18 @@
 
 static_assert(sizeof(ow_digest_job) == 32 && sizeof(ow_digest_dim) == 16, "abi_digest.h must have no padding");
 
-// Computes digests (digest.cuh). The warps of the grid divide the tiles of all tensors evenly.
+// Kernels that compute digests (digest.cuh). The warps of the grid divide the tiles of all tensors evenly.
 // Each warp adds the sums of its tiles to the sums of their tensors. No shared memory.
 extern "C" __global__ void __launch_bounds__(OW_DIGEST_THREADS, OW_DIGEST_BLOCKS)
     ow_digest(const ow_digest_job* jobs, uint32_t n, uint64_t tiles, const ow_digest_dim* dims, uint64_t* sums) {
     uint32_t warps = gridDim.x * (OW_DIGEST_THREADS / 32), warp_id = blockIdx.x * (OW_DIGEST_THREADS / 32) + ow::warp_of_block();
-    ow::digest_share(jobs, n, tiles, dims, sums, warp_id, warps);
+    ow::digest_share<false>(jobs, n, tiles, dims, sums, warp_id, warps);
+}
+
+extern "C" __global__ void __launch_bounds__(OW_DIGEST_THREADS, OW_DIGEST_BLOCKS)
+    ow_digest_keyed(const ow_digest_job* jobs, uint32_t n, uint64_t tiles, const ow_digest_dim* dims, uint64_t* sums) {
+    uint32_t warps = gridDim.x * (OW_DIGEST_THREADS / 32), warp_id = blockIdx.x * (OW_DIGEST_THREADS / 32) + ow::warp_of_block();
+    ow::digest_share<true>(jobs, n, tiles, dims, sums, warp_id, warps);
 }
 
 static_assert(sizeof(ow_delta_row) == 56, "abi_delta.h must have no padding");

@@ -5,7 +5,14 @@
 extern "C" void ow_digest_host(const ow_digest_job* jobs, uint32_t n, uint64_t tiles, const ow_digest_dim* dims, uint64_t* sums,
                                uint32_t warps) {
     for (uint32_t warp_id = 0; warp_id < warps; warp_id++) {
-        ow::run_warp([&] { ow::digest_share(jobs, n, tiles, dims, (ow::u64*)sums, warp_id, warps); }, warp_id % 2);
+        ow::run_warp([&] { ow::digest_share<false>(jobs, n, tiles, dims, (ow::u64*)sums, warp_id, warps); }, warp_id % 2);
+    }
+}
+
+extern "C" void ow_digest_keyed_host(const ow_digest_job* jobs, uint32_t n, uint64_t tiles, const ow_digest_dim* dims, uint64_t* sums,
+                                     uint32_t warps) {
+    for (uint32_t warp_id = 0; warp_id < warps; warp_id++) {
+        ow::run_warp([&] { ow::digest_share<true>(jobs, n, tiles, dims, (ow::u64*)sums, warp_id, warps); }, warp_id % 2);
     }
 }
 

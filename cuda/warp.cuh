@@ -85,6 +85,7 @@ OW_DEV u32 mulhi(u32 a, u32 b) {
     asm("mul.hi.u32 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
     return r;
 }
+OW_DEV u64 mulhi64(u64 a, u64 b) { return __umul64hi(a, b); }
 // refill_16_bits sets x to x << 16 | w if x < 2^16.
 OW_DEV void refill_16_bits(u32& x, u32 w) {
     asm("{\n.reg .pred p;\nsetp.lt.u32 p, %0, 65536;\n@p mad.lo.u32 %0, %0, 65536, %1;\n}" : "+r"(x) : "r"(w));

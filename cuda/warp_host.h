@@ -229,6 +229,7 @@ OW_DEV u64 shfl64(u64 v, u32 from) {
     return (u64)shfl((u32)(v >> 32), from) << 32 | low;
 }
 OW_DEV u32 mulhi(u32 a, u32 b) { return (u32)((u64)a * b >> 32); }
+OW_DEV u64 mulhi64(u64 a, u64 b) { return (u64)((unsigned __int128)a * b >> 64); }
 OW_DEV void refill_16_bits(u32& x, u32 w) { if (x < 0x10000) x = x << 16 | w; }
 OW_DEV u32 umin(u32 a, u32 b) { return a < b ? a : b; }
 OW_DEV u32 prmt(u32 a, u32 b, u32 sel) {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -219,6 +220,12 @@ def test_commands(store: Store, save: Callable[..., Path], tmp_path: Path) -> No
     assert "budget" in full.stderr
     (tmp_path / "text.safetensors").write_text("no model")
     assert store.command("put", str(tmp_path / "text.safetensors")).returncode == 1
+    in_memory = Path(shutil.copy(save("plain.safetensors", compress=False), f"/dev/shm/overwire-test-{os.getpid()}"))
+    try:
+        refused = store.command("put", str(in_memory))
+    finally:
+        in_memory.unlink()
+    assert refused.returncode == 5 and "not in /dev/shm" in refused.stderr
     for words in (["fly"], ["put"], ["drop"], ["list", "x"], ["budget", "1"], ["list", "--budget", "1GB"]):
         assert store.command(*words).returncode == 2, words
     second = store.command()

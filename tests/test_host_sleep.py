@@ -40,6 +40,7 @@ test_host_sleep.TEST(Path.cwd())
         "entries_stay",
         "closed_puts",
         "forged_digests",
+        "forged_tensors",
         "arguments",
     ],
 )
@@ -170,6 +171,21 @@ def forged_digests(folder: Path) -> None:
             with ow.sleep(tensors, host=True) as asleep:
                 assert (asleep.shared > 0) == is_kept
             same(tensors, {"w": good})
+
+
+def forged_tensors(folder: Path) -> None:
+    """A tensor that this process has put into the store never replaces another one with its name, size and digest."""
+    with running(folder):
+        good = weights()["w0"]
+        evil = {"w": same_digest(good)}
+        assert ow.digest(evil["w"]) == ow.digest(good)
+        assert ow.prepare_sleep(evil, host=True).wait(60)
+        tensors = {"w": good.clone()}
+        with ow.sleep(tensors, host=True) as asleep:
+            assert asleep.shared == 0
+        same(tensors, {"w": good})
+        with ow.sleep(evil, host=True) as asleep:
+            assert asleep.shared > 0
 
 
 def same_digest(tensor: torch.Tensor) -> torch.Tensor:

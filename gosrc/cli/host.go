@@ -130,7 +130,8 @@ func putHost(c *call, ctx context.Context, client *hoststore.Client) error {
 	for _, f := range files {
 		state, err := client.Put(ctx, f, func(n int64) { c.job.Bytes.Add(n) })
 		if err == nil && state == "unnamed" {
-			err = errs.New(errs.ErrNotSupported, "the file is not safetensors, or was changed a moment ago")
+			err = errs.New(errs.ErrNotSupported, "expected a compressed file, or a plain safetensors file that is "+
+				"on a disk (not in /dev/shm) and has not changed for three seconds")
 		}
 		if err != nil {
 			return errs.In("host", f.URI(), err)

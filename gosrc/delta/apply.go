@@ -385,7 +385,7 @@ type host struct {
 }
 
 func (h *host) digestSteps(ctx context.Context) ([]digest.Sum, error) {
-	return digest.All(ctx, viewsOf(h.steps), h.workers)
+	return digest.All(ctx, viewsOf(h.steps), h.workers, nil)
 }
 
 func (h *host) prepareSteps(context.Context) error { return nil }

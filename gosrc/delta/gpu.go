@@ -19,7 +19,7 @@ type gpu struct {
 }
 
 func (g *gpu) digestSteps(context.Context) ([]digest.Sum, error) {
-	return g.d.Digest(g.on, viewsOf(g.steps))
+	return g.d.Digest(g.on, viewsOf(g.steps), nil)
 }
 
 func (g *gpu) prepareSteps(context.Context) error {
@@ -87,7 +87,7 @@ func encodeGPU(ctx context.Context, f *File, number int, list []int, pair func(i
 		}
 		views = append(views, digest.Contiguous(p.New, t.Bytes), digest.Contiguous(p.Base, t.Bytes))
 	}
-	sums, err := d.Digest(on, views)
+	sums, err := d.Digest(on, views, nil)
 	if err != nil {
 		return err
 	}

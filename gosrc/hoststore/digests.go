@@ -1,10 +1,12 @@
 package hoststore
 
-// This file keeps containers of this process's tensors in a store, and finds the tensors there by their digests.
+// This file keeps containers of this process's tensors in a store, and finds the tensors there by their names and keyed
+// digests. The digests and their key stay in this process, so no one can construct other tensors with the same digests.
 
 import (
 	"context"
 	"errors"
+	"maps"
 	"slices"
 	"sync"
 
@@ -12,7 +14,6 @@ import (
 	"github.com/overwire/overwire/gosrc/codec/digest"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/format"
-	"github.com/overwire/overwire/gosrc/format/overwire"
 	"github.com/overwire/overwire/gosrc/knob"
 	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/tensor"
@@ -23,12 +24,11 @@ import (
 type ownContainer struct {
 	name    string
 	size    int64
-	front   label // of its header and index
-	digests map[digest.Sum]bool
+	front   label                 // of its header and index
+	digests map[string]digest.Sum // of the tensors, by name
 }
 
-// own has the containers that this process has kept, the latest last. Tensors are found only there: anyone can write a
-// file with other tensors that have the same digests.
+// own has the containers that this process has kept, the latest last. Tensors are found only there.
 var own struct {
 	mu  sync.Mutex
 	all []ownContainer
@@ -41,13 +41,13 @@ const maxOwn = 64
 type Part struct {
 	Source  source.Source
 	Index   *tensor.Index
-	Digests []digest.Sum // of the index's tensors
+	Digests map[string]digest.Sum // keyed, by the names of tensors
 }
 
 // FindParts returns containers that this process has kept and the store still has, which together have as many of the
-// wanted tensors as possible. The caller closes their sources. If the store fails, FindParts returns what it has found,
-// and logs a notice. A nil Link finds nothing.
-func FindParts(ctx context.Context, l *Link, want []digest.Sum) (parts []Part) {
+// wanted tensors as possible. want has their keyed digests by name. The caller closes their sources. If the store
+// fails, FindParts returns what it has found, and logs a notice. A nil Link finds nothing.
+func FindParts(ctx context.Context, l *Link, want map[string]digest.Sum) (parts []Part) {
 	const instead = "the tensors are kept in this process's own memory"
 	if l == nil || len(want) == 0 {
 		return nil
@@ -56,10 +56,7 @@ func FindParts(ctx context.Context, l *Link, want []digest.Sum) (parts []Part) {
 	if client == nil {
 		return nil
 	}
-	missing := map[digest.Sum]bool{}
-	for _, sum := range want {
-		missing[sum] = true
-	}
+	missing := maps.Clone(want)
 	own.mu.Lock()
 	all := slices.Clone(own.all)
 	own.mu.Unlock()
@@ -79,8 +76,9 @@ func FindParts(ctx context.Context, l *Link, want []digest.Sum) (parts []Part) {
 			return parts
 		}
 		if p == nil { // evicted
-			for sum := range o.digests {
-				missing[sum] = true
+			maps.Copy(missing, want)
+			for i := range parts {
+				takeFrom(missing, parts[i].Digests)
 			}
 			continue
 		}
@@ -90,12 +88,10 @@ func FindParts(ctx context.Context, l *Link, want []digest.Sum) (parts []Part) {
 	return parts
 }
 
-// takeFrom removes digests, and reports whether there were some.
-func takeFrom(missing, sums map[digest.Sum]bool) bool {
+// takeFrom removes tensors with the same names and digests, and reports whether there were some.
+func takeFrom(missing, sums map[string]digest.Sum) bool {
 	before := len(missing)
-	for sum := range sums {
-		delete(missing, sum)
-	}
+	maps.DeleteFunc(missing, func(name string, sum digest.Sum) bool { has, ok := sums[name]; return ok && has == sum })
 	return len(missing) < before
 }
 
@@ -106,28 +102,21 @@ func fetchPart(ctx context.Context, c *Client, o ownContainer) (*Part, error) {
 		return nil, err
 	}
 	ix, err := format.Open(ctx, []source.Source{src}, format.Options{Known: codec.Known, Parts: true})
-	p := &Part{Source: src, Index: ix}
-	if err == nil {
-		p.Digests, err = overwire.ReadDigests(ix.Sources[0].Mark, len(ix.Tensors))
-	}
 	if err != nil {
 		_ = src.Close()
 		return nil, errs.New(errs.ErrCorrupt, "%s", errs.Message(err))
 	}
-	return p, nil
+	return &Part{src, ix, o.digests}, nil
 }
 
 // KeepBytes puts a container of this process's tensors into the user's store, unless it has the same bytes or another
-// process is putting them. FindParts then finds the tensors by their digests.
-func KeepBytes(ctx context.Context, src source.Source, digests []digest.Sum) error {
+// process is putting them. FindParts then finds the tensors by their names and keyed digests.
+func KeepBytes(ctx context.Context, src source.Source, digests map[string]digest.Sum) error {
 	path := knob.Host.Get()
 	if path == off {
 		path = auto
 	}
-	o := ownContainer{size: src.Size(), digests: map[digest.Sum]bool{}}
-	for _, sum := range digests {
-		o.digests[sum] = true
-	}
+	o := ownContainer{size: src.Size(), digests: digests}
 	var err error
 	if o.front, _, err = labelAs(ctx, src, ""); err != nil {
 		return err

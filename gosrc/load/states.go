@@ -143,5 +143,5 @@ func (m *Model) digestBatch(ctx context.Context, d *cuda.Device, gpu int, tensor
 	for k, i := range tensors {
 		views[k] = digest.Contiguous(uint64(uintptr(mem[k].Ptr)), m.ix.Tensors[i].Bytes)
 	}
-	return d.Digest(stream.Order{}, views)
+	return d.Digest(stream.Order{}, views, nil)
 }

@@ -113,7 +113,7 @@ func digestOn(d *cuda.Device, items []*Item) error {
 	for i, t := range items {
 		views[i] = digest.Contiguous(uint64(t.body.(*deviceBody).Addr), t.bytes)
 	}
-	sums, err := d.Digest(stream.Order{}, views)
+	sums, err := d.Digest(stream.Order{}, views, nil)
 	for i := range sums {
 		items[i].sums.digested = &sums[i]
 	}

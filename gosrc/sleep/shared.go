@@ -40,14 +40,14 @@ func keepTensors(ctx context.Context, s *sleeper, in []Tensor) error {
 	}
 	s.report = Report{}
 	s.job.Bytes.Store(0)
-	s.sums = sums
+	s.keep = true
 	_, src, err := s.compressTensors(ctx, in)
 	if err != nil {
 		return err
 	}
 	defer s.mem.Free()
 	s.report.Shared, s.report.Stored = s.report.Stored, 0
-	return hoststore.KeepBytes(ctx, src, s.sums)
+	return hoststore.KeepBytes(ctx, src, sums)
 }
 
 // A foundPart is a container of the host store. isUsed says which tensors of its index are used.
@@ -56,29 +56,28 @@ type foundPart struct {
 	isUsed []bool
 }
 
-// findParts looks for tensors in the host store by name and digest. It returns the digests of all tensors, and in rest
-// the tensors that the store does not have. The caller closes the sources, even after an error.
-func findParts(ctx context.Context, s *sleeper, link *hoststore.Link, in []Tensor) (sums []digest.Sum,
+// findParts looks for tensors in the host store by name and digest. It returns the digests of all tensors by name, and
+// in rest the tensors that the store does not have. The caller closes the sources, even after an error.
+func findParts(ctx context.Context, s *sleeper, link *hoststore.Link, in []Tensor) (sums map[string]digest.Sum,
 	parts []foundPart, rest []Tensor, err error) {
 	if sums, err = parseDigests(s.Digests, in); err != nil {
 		return nil, nil, nil, err
 	}
-	want := map[string]int{}
-	var all []digest.Sum
-	for i, sum := range sums {
-		if len(in[i].Data) > 0 {
-			want[in[i].Name] = i
-			all = append(all, sum)
+	missing, want := map[string]int{}, map[string]digest.Sum{}
+	for i := range in {
+		if name := in[i].Name; len(in[i].Data) > 0 {
+			missing[name], want[name] = i, sums[name]
 		}
 	}
-	isFound := make([]bool, len(in))
-	for _, p := range hoststore.FindParts(ctx, link, all) {
-		f, isUsed := foundPart{p, make([]bool, len(p.Digests))}, false
-		for k, sum := range p.Digests {
+	for _, p := range hoststore.FindParts(ctx, link, want) {
+		f, isUsed := foundPart{p, make([]bool, len(p.Index.Tensors))}, false
+		for k := range p.Index.Tensors {
 			t := &p.Index.Tensors[k]
-			i, isWanted := want[t.Name]
-			if isWanted && !isFound[i] && sums[i] == sum && t.Alias < 0 && t.Bytes == int64(len(in[i].Data)) {
-				f.isUsed[k], isFound[i] = true, true
+			i, isMissing := missing[t.Name]
+			sum, hasDigest := p.Digests[t.Name]
+			if isMissing && hasDigest && sum == sums[t.Name] && t.Alias < 0 && t.Bytes == int64(len(in[i].Data)) {
+				f.isUsed[k] = true
+				delete(missing, t.Name)
 				s.report.Tensors++
 				s.report.Bytes += t.Bytes
 				s.report.Shared += t.Stored
@@ -93,7 +92,7 @@ func findParts(ctx context.Context, s *sleeper, link *hoststore.Link, in []Tenso
 		parts = append(parts, f)
 	}
 	for i := range in {
-		if !isFound[i] {
+		if _, isMissing := missing[in[i].Name]; isMissing || len(in[i].Data) == 0 {
 			rest = append(rest, in[i])
 		}
 	}
@@ -103,16 +102,17 @@ func findParts(ctx context.Context, s *sleeper, link *hoststore.Link, in []Tenso
 	return sums, parts, rest, err
 }
 
-func parseDigests(texts []string, in []Tensor) ([]digest.Sum, error) {
+func parseDigests(texts []string, in []Tensor) (map[string]digest.Sum, error) {
 	if len(texts) != len(in) {
 		return nil, errs.New(errs.ErrArgument, "%d digests for %d tensors", len(texts), len(in))
 	}
-	sums := make([]digest.Sum, len(in))
+	sums := map[string]digest.Sum{}
 	for i, text := range texts {
-		var err error
-		if sums[i], err = digest.ParseSum(text); err != nil {
+		sum, err := digest.ParseSum(text)
+		if err != nil {
 			return nil, errs.Locate("sleep", "", in[i].Name, -1, err)
 		}
+		sums[in[i].Name] = sum
 	}
 	return sums, nil
 }

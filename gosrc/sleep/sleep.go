@@ -17,7 +17,6 @@ import (
 
 	"github.com/overwire/overwire/gosrc/codec"
 	"github.com/overwire/overwire/gosrc/codec/blocksum"
-	"github.com/overwire/overwire/gosrc/codec/digest"
 	"github.com/overwire/overwire/gosrc/device/cuda"
 	"github.com/overwire/overwire/gosrc/device/cuda/stream"
 	"github.com/overwire/overwire/gosrc/device/pinned"
@@ -58,7 +57,7 @@ type Spec struct {
 	// Path is a local file to write in addition; "" means none.
 	Path    string `json:"path"`
 	Threads int    `json:"threads"` // 0 means one per core
-	// Digests are the digests of the tensors, in hexadecimal digits, if the host store is used.
+	// Digests are the keyed digests of the tensors, in hexadecimal digits, if the host store is used.
 	Digests []string `json:"digests"`
 }
 
@@ -82,7 +81,7 @@ type sleeper struct {
 	job     *job.Job
 	mode    mode
 	items   []item
-	sums    []digest.Sum // of the items, if the container is for the host store
+	keep    bool // the container is for the host store
 	lay     *overwire.Layout
 	mem     *pinned.Memory
 	batches []batch
@@ -181,7 +180,7 @@ func (s *sleeper) compressTensors(ctx context.Context, in []Tensor) (ix *tensor.
 }
 
 // isWhole reports whether the container has everything that a file has.
-func (s *sleeper) isWhole() bool { return s.Path != "" || s.sums != nil }
+func (s *sleeper) isWhole() bool { return s.Path != "" || s.keep }
 
 // makeContainer fills the memory.
 func (s *sleeper) makeContainer(ctx context.Context) (*tensor.Index, *memory.Memory, error) {
@@ -222,7 +221,7 @@ func (s *sleeper) layOut() error {
 	if s.isWhole() {
 		metadata = map[string]string{"format": "pt"}
 	}
-	lay, err := overwire.NewLayout(metadata, items, nil, s.sums != nil)
+	lay, err := overwire.NewLayout(metadata, items, nil, false)
 	if err != nil {
 		return err
 	}
@@ -450,13 +449,6 @@ func (s *sleeper) completeFile(ctx context.Context) error {
 	})
 	if err != nil {
 		return err
-	}
-	if s.sums != nil {
-		inOrder := make([]digest.Sum, len(all))
-		for i := range all {
-			inOrder[i] = s.sums[s.lay.Items[i]]
-		}
-		s.lay.Digests = overwire.Digests(inOrder)
 	}
 	front, size, err := s.lay.Seal(codec.Known)
 	if err != nil {

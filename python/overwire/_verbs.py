@@ -499,12 +499,12 @@ def gpu_wait(batch: int, wait: int) -> Result:
     return core().call("gpu_wait", "", pack("=2q", handle(batch), wait))
 
 
-def digest(device: int, stream: int, contiguous: int, numbers: bytes) -> JobNumber:
+def digest(device: int, stream: int, keyed: int, contiguous: int, numbers: bytes) -> JobNumber:
     """Compute the 16-byte digests of tensors in host memory (device -1), or of tensors on a GPU after the
-    work queued on a stream. Numbers: the addresses of the contiguous tensors, then their sizes in
-    bytes; for each other tensor its address, element size, number of dimensions, their sizes, and
-    their strides in bytes."""
-    return core().start("digest", "", pack("=3q", device, stream, contiguous) + numbers)
+    work queued on a stream. keyed: with this process's key. Numbers: the addresses of the
+    contiguous tensors, then their sizes in bytes; for each other tensor its address, element size,
+    number of dimensions, their sizes, and their strides in bytes."""
+    return core().start("digest", "", pack("=4q", device, stream, keyed, contiguous) + numbers)
 
 
 def digests(request: _requests.DigestsRequest) -> JobNumber:

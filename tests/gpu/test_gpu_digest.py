@@ -25,7 +25,7 @@ needs_torch = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch ha
 
 
 def asked(stream: int, contiguous: int, numbers: list[int]) -> list[str]:
-    with Job(_verbs.digest(0, stream, contiguous, struct.pack(f"={len(numbers)}q", *numbers)), "digest") as job:
+    with Job(_verbs.digest(0, stream, 0, contiguous, struct.pack(f"={len(numbers)}q", *numbers)), "digest") as job:
         digits = job.result()[1].hex()
     return [digits[at : at + 32] for at in range(0, len(digits), 32)]
 

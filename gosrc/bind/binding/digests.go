@@ -26,8 +26,8 @@ const tensorViews = "the addresses of the contiguous tensors, then their sizes i
 func digestVerbs() []*Verb {
 	return []*Verb{
 		started("digest", "Compute the 16-byte digests of tensors in host memory (device -1), or of tensors on a "+
-			"GPU after the work queued on a stream.", digestMemory).
-			ints("device", "stream", "contiguous").tail(tensorViews).onCallersMemory(),
+			"GPU after the work queued on a stream. keyed: with this process's key.", digestMemory).
+			ints("device", "stream", "keyed", "contiguous").tail(tensorViews).onCallersMemory(),
 		started("digests", "Return the digests of files' tensors. `on` maps tensor names to the GPU that decodes "+
 			"them, if it has enough memory.", digestsOf),
 	}
@@ -111,18 +111,22 @@ func (q *digestsRequest) onGPUs(ctx context.Context, j *job.Job, rows map[string
 }
 
 func digestMemory(ctx context.Context, _ *job.Job, _ none, n []int64) (*Result, error) {
-	all, err := viewsOf(n[2], n[3:])
+	all, err := viewsOf(n[3], n[4:])
 	if err != nil {
 		return nil, err
 	}
 	views, at := distinct(all)
+	var key *digest.Key
+	if n[2] != 0 {
+		key = digest.ProcessKey()
+	}
 	var sums []digest.Sum
 	if n[0] < 0 {
-		sums, err = digest.All(ctx, views, knob.Workers(0))
+		sums, err = digest.All(ctx, views, knob.Workers(0), key)
 	} else {
 		var d *cuda.Device
 		if d, err = cuda.Open(int(n[0])); err == nil {
-			sums, err = d.Digest(stream.Order{Stream: uintptr(n[1])}, views)
+			sums, err = d.Digest(stream.Order{Stream: uintptr(n[1])}, views, key)
 		}
 	}
 	if err != nil {

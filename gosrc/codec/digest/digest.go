@@ -11,7 +11,7 @@
 //	high    mix(a + (bytes + 1) * B)
 //	low     mix(b + high)
 //
-// The digest is not cryptographic. docs/format.md section 6 says which changes it detects.
+// The digest is not cryptographic. docs/format.md section 6 says which changes it detects. key.go has keyed digests.
 //
 // Unless documented otherwise, everything in this package is safe for concurrent use.
 package digest
@@ -115,9 +115,9 @@ func Of(p []byte) Sum {
 // share is the number of bytes that a worker sums at a time.
 const share = 4 << 20
 
-// All computes the digest of each view of host memory with several workers. The memory must not change until it
-// returns.
-func All(ctx context.Context, views []View, workers int) ([]Sum, error) {
+// All computes the digest of each view of host memory with several workers, or the keyed digest if key is not nil. The
+// memory must not change until it returns.
+func All(ctx context.Context, views []View, workers int, key *Key) ([]Sum, error) {
 	type task struct {
 		view  int
 		at, n int64
@@ -141,7 +141,7 @@ func All(ctx context.Context, views []View, workers int) ([]Sum, error) {
 	err := spawn.Each(ctx, "digest", max(workers, 1), len(tasks), func(k int) error {
 		var s State
 		t := tasks[k]
-		parts[t.view].addBytes(&s, t.at, t.n)
+		parts[t.view].addBytes(&s, t.at, t.n, key)
 		mu.Lock()
 		states[t.view].Merge(s)
 		mu.Unlock()

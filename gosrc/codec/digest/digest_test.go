@@ -166,12 +166,12 @@ func TestBadViews(t *testing.T) {
 		{Address: 8, Item: 8, Shape: []int64{1 << 40, 1 << 40}, Strides: []int64{8, 8}},
 		{Address: 8, Item: 8, Shape: make([]int64, 65), Strides: make([]int64, 65)},
 	} {
-		if _, err := All(t.Context(), []View{v}, 1); err == nil {
+		if _, err := All(t.Context(), []View{v}, 1, nil); err == nil {
 			t.Errorf("%+v was accepted", v)
 		}
 	}
 	empty := View{Item: 8, Shape: []int64{1 << 40, 0, 1 << 40}, Strides: []int64{8, 8, 8}}
-	if got, err := All(t.Context(), []View{empty}, 1); err != nil || got[0] != Of(nil) {
+	if got, err := All(t.Context(), []View{empty}, 1, nil); err != nil || got[0] != Of(nil) {
 		t.Error(got, err)
 	}
 }

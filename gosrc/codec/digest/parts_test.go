@@ -231,14 +231,14 @@ func TestSharesOfViews(t *testing.T) {
 		}
 		m := v.Merged()
 		var whole State
-		m.addBytes(&whole, 0, n)
+		m.addBytes(&whole, 0, n, nil)
 		for _, size := range []int64{16, 48, 4096, gathered, gathered + 16, n/2&^15 + 16} {
 			if size < 100 && n > 40_000 {
 				continue // tiny shares of a large view take too long
 			}
 			var parts State
 			for from := int64(0); from < n; from += size {
-				m.addBytes(&parts, from, min(size, n-from))
+				m.addBytes(&parts, from, min(size, n-from), nil)
 			}
 			if parts != whole {
 				t.Errorf("%+v in shares of %d: %v, want %v", v, size, parts, whole)
@@ -254,20 +254,20 @@ func TestAllOrNothing(t *testing.T) {
 	good := Contiguous(uint64(uintptr(unsafe.Pointer(&data[0]))), int64(len(data)))
 	ctx, cancel := context.WithCancel(t.Context())
 	cancel()
-	if sums, err := All(ctx, []View{good}, 2); sums != nil || !errors.Is(err, errs.ErrCancelled) {
+	if sums, err := All(ctx, []View{good}, 2, nil); sums != nil || !errors.Is(err, errs.ErrCancelled) {
 		t.Errorf("cancelled: %v, %v", sums, err)
 	}
-	if sums, err := All(t.Context(), nil, 2); len(sums) != 0 || err != nil {
+	if sums, err := All(t.Context(), nil, 2, nil); len(sums) != 0 || err != nil {
 		t.Errorf("no views: %v, %v", sums, err)
 	}
 	unreadable := Contiguous(1, 1<<40) // reading it would crash the process
-	if sums, err := All(t.Context(), []View{unreadable, {Address: 8, Item: 3}}, 2); sums != nil ||
+	if sums, err := All(t.Context(), []View{unreadable, {Address: 8, Item: 3}}, 2, nil); sums != nil ||
 		!errors.Is(err, errs.ErrArgument) {
 		t.Errorf("with an invalid view: %v, %v", sums, err)
 	}
 	for _, workers := range []int{-1, 0, 1, 64} {
 		if sums, err := All(t.Context(), []View{good, {Item: 1, Shape: []int64{0}, Strides: []int64{1}}, good},
-			workers); err != nil ||
+			workers, nil); err != nil ||
 			!slices.Equal(sums, []Sum{Of(data), Of(nil), Of(data)}) {
 			t.Errorf("%d workers: %v, %v", workers, sums, err)
 		}

@@ -90,11 +90,15 @@ func hostPointer(a uint64) unsafe.Pointer {
 // gathered is the size of the buffer for the elements of strided views.
 const gathered = 32 << 10
 
-// addBytes adds bytes [at, at+n) of a merged view to s. at must be a multiple of 16, and so must n unless the bytes
-// are the last ones.
-func (v *View) addBytes(s *State, at, n int64) {
+// addBytes adds bytes [at, at+n) of a merged view to s. at must be a multiple of 16, or of tileBytes if there is a key,
+// and so must n unless the bytes are the last ones.
+func (v *View) addBytes(s *State, at, n int64, key *Key) {
+	add := s.Add
+	if key != nil {
+		add = func(at int64, p []byte) { key.add(s, at, p) }
+	}
 	if v.IsContiguous() {
-		s.Add(at, unsafe.Slice((*byte)(hostPointer(v.Address+uint64(at))), n))
+		add(at, unsafe.Slice((*byte)(hostPointer(v.Address+uint64(at))), n))
 		return
 	}
 	var buf [gathered]byte
@@ -102,7 +106,7 @@ func (v *View) addBytes(s *State, at, n int64) {
 	for n > 0 {
 		k := min(n, gathered)
 		w.readElements(buf[:k])
-		s.Add(at, buf[:k])
+		add(at, buf[:k])
 		at, n = at+k, n-k
 	}
 }

@@ -31,7 +31,7 @@ func TestViews(t *testing.T) {
 	big := digest.View{Address: address(data), Item: 1, Shape: []int64{3000, 3000}, Strides: []int64{0, 1}}
 	views, want = append(views, big), append(want, digest.Of(slices.Repeat(data[:3000], 3000)))
 	for _, workers := range []int{1, 3} {
-		got, err := digest.All(t.Context(), views, workers)
+		got, err := digest.All(t.Context(), views, workers, nil)
 		if err != nil {
 			t.Fatal(err)
 		}

@@ -158,10 +158,10 @@ func TestWorkOnACapturedStreamIsRefused(t *testing.T) {
 		},
 		"Peek":   func() error { _, err := d.Peek(order, 0, stream.FormatX16, streams); return err },
 		"Encode": func() error { _, err := d.Encode(order, streams, dst); return err },
-		"Digest": func() error { _, err := d.Digest(order, []digest.View{digest.Contiguous(src, 4096)}); return err },
+		"Digest": func() error { _, err := d.Digest(order, []digest.View{digest.Contiguous(src, 4096)}, nil); return err },
 		"Digest after": func() error {
 			_, err := d.Digest(stream.Order{Stream: 1, After: []uintptr{on}},
-				[]digest.View{digest.Contiguous(src, 4096)})
+				[]digest.View{digest.Contiguous(src, 4096)}, nil)
 			return err
 		},
 	}

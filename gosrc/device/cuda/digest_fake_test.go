@@ -32,7 +32,7 @@ func TestDigestOrder(t *testing.T) {
 	for v, on := range map[byte]stream.Order{1: {Stream: first}, 2: {Stream: second, After: []uintptr{first}},
 		3: {Stream: 1, After: []uintptr{second, first}}} {
 		cudatest.QueueFill(mem[0].Ptr, mem[0].Bytes, v, first)
-		got, err := d.Digest(on, views)
+		got, err := d.Digest(on, views, nil)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -67,7 +67,7 @@ func TestDigestFailures(t *testing.T) {
 		for i := range views {
 			views[i] = view
 		}
-		got, err := d.Digest(stream.Order{Stream: 1}, views)
+		got, err := d.Digest(stream.Order{Stream: 1}, views, nil)
 		if err == nil && (got[0] != want || got[n-1] != want) {
 			t.Error("a wrong digest without an error")
 		}

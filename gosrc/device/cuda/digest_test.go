@@ -39,26 +39,29 @@ func TestDigest(t *testing.T) {
 		add(digest.Contiguous(uint64(uintptr(unsafe.Pointer(&data[16*r.IntN(64)]))), r.Int64N(30000)))
 	}
 	add(digest.Contiguous(uint64(uintptr(unsafe.Pointer(&data[0]))), int64(len(data))))
-	want, err := digest.All(t.Context(), host, 1)
-	if err != nil {
-		t.Fatal(err)
-	}
-	for _, n := range []int{1, len(views)} {
-		got, err := d.Digest(stream.Order{Stream: 1}, views[:n])
+	for _, key := range []*digest.Key{nil, digest.NewKey()} {
+		want, err := digest.All(t.Context(), host, 1, key)
 		if err != nil {
 			t.Fatal(err)
 		}
-		for i := range got {
-			if got[i] != want[i] {
-				t.Errorf("%+v: %v, want %v", host[i], got[i], want[i])
+		for _, n := range []int{1, len(views)} {
+			got, err := d.Digest(stream.Order{Stream: 1}, views[:n], key)
+			if err != nil {
+				t.Fatal(err)
+			}
+			for i := range got {
+				if got[i] != want[i] {
+					t.Errorf("%+v: %v, want %v with key %v", host[i], got[i], want[i], key)
+				}
 			}
 		}
 	}
 	if got, err := d.Digest(stream.Order{Stream: 1}, []digest.View{{Item: 2, Shape: []int64{0},
-		Strides: []int64{2}}}); err != nil || got[0] != digest.Of(nil) {
+		Strides: []int64{2}}}, nil); err != nil || got[0] != digest.Of(nil) {
 		t.Error(got, err)
 	}
-	if _, err := d.Digest(stream.Order{Stream: 1}, []digest.View{{Address: views[0].Address, Item: 5}}); err == nil {
+	wrong := []digest.View{{Address: views[0].Address, Item: 5}}
+	if _, err := d.Digest(stream.Order{Stream: 1}, wrong, nil); err == nil {
 		t.Error("elements of 5 bytes were accepted")
 	}
 }

@@ -191,7 +191,7 @@ func LoadParts(t *testing.T, m *load.Model, reqs []load.Request, opt load.Option
 		}
 		all, views = append(all, b), append(views, digest.Contiguous(uint64(uintptr(mem.Ptr)), mem.Bytes))
 	}
-	if sums, err = d.Digest(stream.Order{Stream: 1}, views); err != nil {
+	if sums, err = d.Digest(stream.Order{Stream: 1}, views, nil); err != nil {
 		t.Fatal(err)
 	}
 	return all, sums

@@ -316,7 +316,7 @@ def digest_rows(rows: list[tuple[int, int]], device: torch.device) -> bytes:
     number = device.index if device.type == "cuda" else -1
     numbers = array("q", [address for address, _ in rows] + [nbytes for _, nbytes in rows])
     stream = gpu.current_stream(number) if device.type == "cuda" else 0
-    job = Job(_verbs.digest(number, stream, len(rows), numbers.tobytes()), "digest")
+    job = Job(_verbs.digest(number, stream, 0, len(rows), numbers.tobytes()), "digest")
     with after_error(job.abandon):
         return bytes(job.result()[1])
 

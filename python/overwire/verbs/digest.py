@@ -155,8 +155,11 @@ class _OfDevice:
         self.others: dict[Any, list[int]] = {}  # by identity
 
 
-def _digests_of(tensors: Sequence[Any], names: Iterable[str] | None = None, end: float | None = None) -> list[str]:
-    """Returns the digest of each tensor, with one call per device. Identical tensors are read once."""
+def _digests_of(
+    tensors: Sequence[Any], names: Iterable[str] | None = None, end: float | None = None, *, keyed: bool = False
+) -> list[str]:
+    """Returns the digest of each tensor, with one call per device. Identical tensors are read once. keyed: digests with
+    a secret key of this process."""
     columns = columns_of(tensors)
     devices: dict[int, _OfDevice] = {}
     keep = []  # temporary tensors, which must stay alive
@@ -184,7 +187,7 @@ def _digests_of(tensors: Sequence[Any], names: Iterable[str] | None = None, end:
         for item, dims, strides, pointer, _ in group.others:
             numbers.extend((pointer, item, len(dims), *dims, *strides))
         stream = current_stream(cuda - 1) if cuda else 0
-        job = _verbs.digest(cuda - 1, stream, len(group.dense), numbers.tobytes())
+        job = _verbs.digest(cuda - 1, stream, keyed, len(group.dense), numbers.tobytes())
         with Job(job, "digest", None, end) as running:
             digits = running.result()[1].hex()
         for row, at in enumerate(group.dense):

@@ -286,7 +286,7 @@ def sleep(
             to_store = sleepers if path else _distinct_sleepers(sleepers)  # a file contains all names
             if host:
                 to_store = [one for one in to_store if one.nbytes]
-            digests = _digests_of([one.dense for one in to_store], end=end) if host else []
+            digests = _digests_of([one.dense for one in to_store], end=end, keyed=True) if host else []
             again = partial(_start_sleep, device, to_store, limit, {"path": path, "digests": digests}, end)
             job = stack.enter_context(again(watcher))
             watcher = None
@@ -348,7 +348,7 @@ class SleepMemory(HandleOwner):
         self.nbytes += job.report()["bytes"]
 
     def _keep_on_host(self, device: str, to_store: list[_Sleeper], limit: int) -> None:
-        digests = _digests_of([one.dense for one in to_store])
+        digests = _digests_of([one.dense for one in to_store], keyed=True)
         job = _start_sleep(device, to_store, limit, {"digests": digests, "keep": True}, None)
         job.keep_memory(to_store)
         self._jobs[device] = job

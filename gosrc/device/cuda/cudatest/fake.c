@@ -388,7 +388,7 @@ static const char *const kernel_names[] = {"ow_x16_bf16", "ow_x16_fp16",    "ow_
                                            "ow_stream_open", "ow_stream_close", "ow_stream_peek", "ow_stream_x16",
                                            "ow_stream_cut",  "ow_stream_sum", "ow_stream_join",
                                            "ow_lz4_decode",  "ow_snappy_decode", "ow_cascaded_decode", "ow_x16_encode", "ow_hash_sums",
-                                           "ow_digest", "ow_delta_apply", "ow_delta_measure", "ow_delta_write"};
+                                           "ow_digest", "ow_digest_keyed", "ow_delta_apply", "ow_delta_measure", "ow_delta_write"};
 
 static int f_module_load(owcu_handle *m, const void *image)
 {

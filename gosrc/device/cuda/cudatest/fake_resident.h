@@ -8,7 +8,8 @@
 #include "../../../../cuda/abi_delta.h"
 #include "../../../../cuda/abi_digest.h"
 
-void ow_digest_host(const ow_digest_job *jobs, uint32_t n, uint64_t tiles, const ow_digest_dim *dims, uint64_t *sums, uint32_t warps);
+typedef void run_digest_kernel(const ow_digest_job *jobs, uint32_t n, uint64_t tiles, const ow_digest_dim *dims, uint64_t *sums, uint32_t warps);
+run_digest_kernel ow_digest_host, ow_digest_keyed_host;
 
 // covers_digest reports whether a digest's tensor is entirely in device memory.
 static int covers_digest(const ow_digest_job *j, const ow_digest_dim *d)
@@ -32,8 +33,9 @@ static void run_digest(const struct op *o)
 	const ow_digest_job *jobs = (const void *)(uintptr_t)o->a;
 	const ow_digest_dim *dims = (const void *)(uintptr_t)o->args[1];
 	uint64_t *sums = (void *)(uintptr_t)o->b;
+	int key = o->kernel == K_DIGEST_KEYED ? OW_DIGEST_KEY : 0;
 
-	if (covers(jobs, o->n * sizeof *jobs) != 1 || covers(sums, o->n * 16) != 1) {
+	if (covers(jobs, o->n * sizeof *jobs) != 1 || covers(sums - key, o->n * 16 + key * 8) != 1) {
 		note_broken_rule("a table outside device memory");
 		return;
 	}
@@ -42,7 +44,7 @@ static void run_digest(const struct op *o)
 			note_broken_rule("a tensor outside device memory");
 			return;
 		}
-	ow_digest_host(jobs, (uint32_t)o->n, o->args[0], dims, sums, o->warps);
+	(key ? ow_digest_keyed_host : ow_digest_host)(jobs, (uint32_t)o->n, o->args[0], dims, sums, o->warps);
 }
 
 void ow_delta_apply_host(const ow_delta_row *rows, uint32_t n);
@@ -76,7 +78,7 @@ static void run_delta(const struct op *o)
 
 static void run_resident_kernel(const struct op *o)
 {
-	if (o->kernel == K_DIGEST)
+	if (o->kernel == K_DIGEST || o->kernel == K_DIGEST_KEYED)
 		run_digest(o);
 	else
 		run_delta(o);

@@ -25,8 +25,9 @@ const (
 type Digests struct{ On *Resident }
 
 // Digest computes the digests of tensors in device memory, after the work that is queued on the caller's stream and on
-// those of `on.After`, and waits. It reads each byte once and does not copy tensors.
-func (d Digests) Digest(on Order, views []digest.View) ([]digest.Sum, error) {
+// those of `on.After`, and waits. It reads each byte once and does not copy tensors. The digests are keyed if key is
+// not nil.
+func (d Digests) Digest(on Order, views []digest.View, key *digest.Key) ([]digest.Sum, error) {
 	if len(views) > maxDigests {
 		return nil, errs.New(errs.ErrArgument, "cannot compute digests of more than %d tensors in one call", maxDigests)
 	}
@@ -50,19 +51,26 @@ func (d Digests) Digest(on Order, views []digest.View) ([]digest.Sum, error) {
 	}
 	states := make([]digest.State, len(views))
 	if len(jobs) > 0 {
-		at, end := digestSums*len(jobs), digestSums*len(jobs)+digestJob*len(jobs)
+		kernel, secret := residentDigest, []digest.Key(nil)
+		if key != nil {
+			kernel, secret = residentDigestKeyed, []digest.Key{*key}
+		}
+		sums := len(secret) * int(unsafe.Sizeof(*key))
+		at := sums + digestSums*len(jobs)
+		end := at + digestJob*len(jobs)
 		warps := uint64(C.OW_DIGEST_THREADS / 32)
 		err := d.On.run(on, residentLaunch{
-			kernel: residentDigest, grid: int(min((tiles+warps-1)/warps, 1<<30)), block: C.OW_DIGEST_THREADS,
+			kernel: kernel, grid: int(min((tiles+warps-1)/warps, 1<<30)), block: C.OW_DIGEST_THREADS,
 			blocks: C.OW_DIGEST_BLOCKS,
-			bytes:  end + digestDim*len(dims), back: at,
+			bytes:  end + digestDim*len(dims), back: at - sums, backAt: sums,
 			fill: func(table unsafe.Pointer, _ uint64) {
-				clear(unsafe.Slice((*byte)(table), at))
+				memory.CopyTable(table, 0, secret)
+				clear(unsafe.Slice((*byte)(table), at)[sums:])
 				memory.CopyTable(table, at, jobs)
 				memory.CopyTable(table, end, dims)
 			},
 			args: func(table uint64) []uint64 {
-				return []uint64{table + uint64(at), uint64(len(jobs)), tiles, table + uint64(end), table}
+				return []uint64{table + uint64(at), uint64(len(jobs)), tiles, table + uint64(end), table + uint64(sums)}
 			},
 			take: func(answers unsafe.Pointer) {
 				for k, s := range unsafe.Slice((*digest.State)(answers), len(jobs)) {

@@ -17,8 +17,9 @@ import (
 
 // Kernels of the second module, in the order of their numbers.
 const (
-	residentNames  = "ow_digest\x00ow_delta_apply\x00ow_delta_measure\x00ow_delta_write\x00"
+	residentNames  = "ow_digest\x00ow_digest_keyed\x00ow_delta_apply\x00ow_delta_measure\x00ow_delta_write\x00"
 	residentDigest = iota - 1
+	residentDigestKeyed
 	residentDeltaApply
 	residentDeltaMeasure
 	residentDeltaWrite
