@@ -45,7 +45,7 @@ type ClassOf struct {
 // classes are in the order in which Class tests them.
 var classes = []ClassOf{
 	{ErrCancelled, "CancelledError", "RuntimeError",
-		"The work was cancelled: by the caller, or because the process ends.", false},
+		"The work was cancelled by the caller, or because the process ends.", false},
 	{ErrForked, "ForkedError", "RuntimeError", "The engine was started before `fork`, and this is the child.", false},
 	{ErrEngine, "EngineError", "RuntimeError", "A bug in overwire. The engine refuses further work; please report " +
 		"the bug.",

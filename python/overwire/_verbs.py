@@ -4,7 +4,7 @@
 values packed by `array` or `struct`.
 
 A function that uses `core().call` returns at once.
-One that uses `core().run` waits. After Ctrl-C, its verb is cancelled and no longer
+A function that uses `core().run` waits. After Ctrl-C, its verb is cancelled and no longer
 uses the caller's memory. A JobNumber identifies a running verb. See jobs.py.
 """
 
@@ -34,12 +34,12 @@ def _encode_request(request: Any) -> str:
 
 
 def open(request: _requests.OpenRequest) -> Result:
-    """Open and index files, and return the model and its table."""
+    """Open and index files. Return the model and its table."""
     return core().run("open", _encode_request(request), b"")
 
 
 def names(request: _requests.LoadSpec) -> list[str] | None:
-    """Return the tensors that a model's index.json files list, or null if a file has no index."""
+    """Return the tensor names in a model's index.json files, or null if a file has no index."""
     return loads(core().run("names", _encode_request(request), b"")[0])
 
 
@@ -52,7 +52,7 @@ def load(request: _requests.LoadRequest, model: int, whole: int, numbers: bytes 
 
 
 def outlook(request: _requests.LoadProspect, model: int, numbers: bytes) -> _requests.LoadEstimate:
-    """Estimate the memory that a load of tensors needs. Raises OutOfMemoryError above max_memory.
+    """Estimate the memory that a load of tensors needs. Raises OutOfMemoryError if it exceeds max_memory.
     Numbers: pairs of a tensor and its number of elements (-1 means all), or nothing for all
     tensors."""
     return loads(core().call("outlook", _encode_request(request), pack("=1q", handle(model)) + numbers)[0])
@@ -70,7 +70,7 @@ def states(model: int) -> list[_requests.LoadState]:
 
 
 def streams(model: int) -> Result:
-    """Return a model with native X16 streams of a model's stored chunks, its table, and their chunk
+    """Return a copy of a model with its stored chunks as native X16 streams, its table, and the chunk
     sizes."""
     return core().call("streams", "", pack("=1q", handle(model)))
 
@@ -148,12 +148,12 @@ def relay_wait(job: int, piece: int, ms: int) -> int:
 
 
 def relay_decode(job: int, piece: int, stream: int) -> None:
-    """Decode a piece after the work on a stream (0 means none), and free its buffer."""
+    """Decode a piece after the work queued on a stream (0 means none), and free its buffer."""
     core().call("relay_decode", "", pack("=3q", handle(job), piece, stream))
 
 
 def progress(job: int) -> Result:
-    """Return the bytes and tensors that a job has processed, each with its total."""
+    """Return the numbers of bytes and tensors that a job has processed, each with its total."""
     return core().call("progress", "", pack("=1q", handle(job)))
 
 
@@ -210,8 +210,8 @@ def sleep_return(word: str) -> None:
 
 
 def sleep(request: _requests.SleepRequest, numbers: bytes) -> JobNumber:
-    """Compress one device's tensors, which must not change until the job has ended, to host memory as a
-    model. Numbers: for each tensor its address and size."""
+    """Compress one device's tensors to host memory, as a model. They must not change until the job has
+    ended. Numbers: for each tensor its address and size."""
     await_saves(request)
     return core().start("sleep", _encode_request(request), numbers)
 
@@ -223,7 +223,7 @@ def convert(request: _requests.ConvertRequest) -> JobNumber:
 
 
 def verify(request: _requests.VerifyRequest) -> JobNumber:
-    """Verify every checksum of files."""
+    """Verify all checksums of files."""
     return core().start("verify", _encode_request(request), b"")
 
 
@@ -347,7 +347,7 @@ def sums(request: list[str], numbers: bytes) -> list[list[str]]:
 
 
 def key(request: _requests.KeyRequest) -> str:
-    """Derive a key from a password, both in hex digits."""
+    """Derive a key from a password. Both are in hex digits."""
     return loads(core().run("key", _encode_request(request), b"")[0])
 
 
@@ -395,10 +395,10 @@ def codec_names() -> list[str]:
 
 
 def codec(request: str, numbers: bytes) -> JobNumber:
-    """Encode, decode or measure buffers, which must not change until the job has ended. The result has an
-    address, a length, and whether checksums were compared, for each buffer. It also has the memory
-    of outputs that the caller did not pass, and errors by buffer number. Numbers: for each buffer
-    its address and size, whether it has an output, and the output's address and size."""
+    """Encode, decode or measure buffers, which must not change until the job has ended. For each buffer,
+    the result has an address, a length, and whether checksums were compared. It also has the
+    memory of outputs that the caller did not pass, and errors by buffer number. Numbers: for each
+    buffer its address and size, whether it has an output, and the output's address and size."""
     return core().start("codec", request, numbers)
 
 
@@ -495,7 +495,8 @@ def gpu_encode(device: int, stream: int, kind: int, scratch: int, room: int, aft
 
 
 def gpu_wait(batch: int, wait: int) -> Result:
-    """Free a batch and return 1, encoded lengths, and errors by number; or nothing if it has not ended."""
+    """Free a batch that has ended. Return 1, encoded lengths, and errors by number, or nothing if it has
+    not."""
     return core().call("gpu_wait", "", pack("=2q", handle(batch), wait))
 
 
@@ -533,7 +534,7 @@ def feed_answer(feed: int, file: int, piece: int, address: int, nbytes: int, num
 
 
 def feed_wait(feed: int, file: int, piece: int, ms: int) -> None:
-    """Make reads of a piece wait for it at least `ms` from now."""
+    """Make reads of a piece wait at least `ms` from now for its answer."""
     core().call("feed_wait", "", pack("=4q", feed, file, piece, ms))
 
 
@@ -578,11 +579,11 @@ def gather_copy(gather: int, offset: int, nbytes: int, part: int, whole: int, af
 
 
 def gather_take(gather: int, stream: int, ms: int) -> int:
-    """Make a stream wait for all parts of the oldest block that is copied. Return the address of its
-    bytes, or 0 after `ms`."""
+    """Make a stream wait for all parts of the oldest block in its buffers. Return the address of the
+    block's bytes, or 0 after `ms`."""
     return _number(core().call("gather_take", "", pack("=3q", gather, stream, ms)))
 
 
 def gather_end(gather: int, failed: int) -> None:
-    """Free the buffers, or tell the other ranks that this one has failed."""
+    """Free the buffers, or inform the other ranks that this rank has failed."""
     core().call("gather_end", "", pack("=2q", gather, failed))

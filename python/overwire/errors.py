@@ -113,7 +113,7 @@ class OutOfMemoryError(OverwireError, MemoryError):
 
 
 class CancelledError(OverwireError, RuntimeError):
-    """The work was cancelled: by the caller, or because the process ends."""
+    """The work was cancelled by the caller, or because the process ends."""
 
 
 class ForkedError(OverwireError, RuntimeError):

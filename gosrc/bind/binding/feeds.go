@@ -53,7 +53,7 @@ func feedVerbs() []*Verb {
 				used, err := f.Answer(n[1], n[2], data, sums)
 				return truth(used), err
 			}).ints("feed", "file", "piece", "address", "nbytes").tail("the CRC32C of each 64 KiB, or nothing"),
-		answered("feed_wait", "Make reads of a piece wait for it at least `ms` from now.",
+		answered("feed_wait", "Make reads of a piece wait at least `ms` from now for its answer.",
 			func(_ none, n []int64) (none, error) {
 				f, err := feedOf(n[0])
 				if err == nil {

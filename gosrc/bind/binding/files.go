@@ -215,13 +215,13 @@ func fileVerbs() []*Verb {
 		answered("sleep_return", "Free the host memory that is cached for sleeps of a device.",
 			func(device Text, _ []int64) (none, error) { return none{}, sleep.Return(string(device)) }),
 		begun[sleepRequest, sleep.Report]("sleep",
-			"Compress one device's tensors, which must not change until the job has ended, to host memory as a model.",
+			"Compress one device's tensors to host memory, as a model. They must not change until the job has ended.",
 			startSleep).tail("for each tensor its address and size").onCallersMemory(),
 		started("convert", "Rewrite files.",
 			func(ctx context.Context, j *job.Job, q convertRequest, _ []int64) (save.Report, error) {
 				return convert.Convert(ctx, j, q.URIs, q.Path, q.Spec)
 			}),
-		started("verify", "Verify every checksum of files.",
+		started("verify", "Verify all checksums of files.",
 			func(ctx context.Context, j *job.Job, q verifyRequest, _ []int64) (verify.Report, error) {
 				rep, err := verify.Verify(ctx, j, q.URIs, q.Storage, q.Original)
 				rep.DescribeOriginals(q.Copies)
@@ -447,7 +447,7 @@ func startFetch(v *Verb, q fetchRequest, _ []int64) (*entry, error) {
 func jobVerbs() []*Verb {
 	return []*Verb{
 		answered("progress",
-			"Return the bytes and tensors that a job has processed, each with its total.", ofNumbered(jobOf,
+			"Return the numbers of bytes and tensors that a job has processed, each with its total.", ofNumbered(jobOf,
 				func(e *entry, _ none, _ []int64) (*Result, error) { return &Result{Numbers: e.progress()}, nil })).
 			ints("job").afterPanics(),
 		answered("report", "Return a job's report, or null if there is none yet.", ofNumbered(jobOf,

@@ -74,13 +74,13 @@ func gatherVerbs() []*Verb {
 				ok, err := g.CopyPart(ctx, p, uintptr(n[4]))
 				return truth(ok), err
 			})).ints("gather", "offset", "nbytes", "part", "whole", "after", "ms"),
-		answered("gather_take", "Make a stream wait for all parts of the oldest block that is copied. Return the "+
-			"address of its bytes, or 0 after `ms`.",
+		answered("gather_take", "Make a stream wait for all parts of the oldest block in its buffers. Return the "+
+			"address of the block's bytes, or 0 after `ms`.",
 			withTimeout(func(ctx context.Context, g *gather.Gather, _ none, n []int64) (int64, error) {
 				at, err := g.TakeBlock(ctx, uintptr(n[0]))
 				return int64(at), err
 			})).ints("gather", "stream", "ms"),
-		answered("gather_end", "Free the buffers, or tell the other ranks that this one has failed.",
+		answered("gather_end", "Free the buffers, or inform the other ranks that this rank has failed.",
 			ofNumbered(gatherOf, func(g *gather.Gather, _ none, n []int64) (none, error) {
 				if n[0] != 0 {
 					g.ReportFailure()

@@ -105,7 +105,7 @@ func gpuVerbs() []*Verb {
 			ints("device", "stream", "kind", "scratch", "room", "afters").
 			tail(afters + "; then for each content its address and size, those of the output, chunk size, transform"),
 		answered("gpu_wait",
-			"Free a batch and return 1, encoded lengths, and errors by number; or nothing if it has not ended.",
+			"Free a batch that has ended. Return 1, encoded lengths, and errors by number, or nothing if it has not.",
 			gpuWait).ints("batch", "wait").afterPanics(),
 	}
 }

@@ -58,8 +58,8 @@ type joinRequest struct {
 
 func modelVerbs() []*Verb {
 	return []*Verb{
-		started("open", "Open and index files, and return the model and its table.", openModel).awaited(),
-		started("names", "Return the tensors that a model's index.json files list, or null if a file has no index.",
+		started("open", "Open and index files. Return the model and its table.", openModel).awaited(),
+		started("names", "Return the tensor names in a model's index.json files, or null if a file has no index.",
 			func(ctx context.Context, _ *job.Job, q load.Spec, _ []int64) (*[]string, error) {
 				names, ok, err := load.Names(ctx, q)
 				if !ok {
@@ -74,7 +74,7 @@ func modelVerbs() []*Verb {
 			"that `settle` binds it), and the ranges lo0, hi0, lo1, hi1 of the first two dimensions (hi -1 means to " +
 			"the end)"),
 		answered("outlook",
-			"Estimate the memory that a load of tensors needs. Raises OutOfMemoryError above max_memory.",
+			"Estimate the memory that a load of tensors needs. Raises OutOfMemoryError if it exceeds max_memory.",
 			ofNumbered(modelOf, func(m *load.Model, q load.Prospect, n []int64) (load.Estimate, error) {
 				parts, err := partsOf(n)
 				if err != nil {
@@ -91,7 +91,7 @@ func modelVerbs() []*Verb {
 				return m.FileStates(), nil
 			})).ints("model"),
 		answered("streams",
-			"Return a model with native X16 streams of a model's stored chunks, its table, and their chunk sizes.",
+			"Return a copy of a model with its stored chunks as native X16 streams, its table, and the chunk sizes.",
 			ofNumbered(modelOf, streamModel)).ints("model"),
 		answered("settle", "Bind destinations for a load's requests that had destination 1. The load writes there "+
 			"after the work that is now queued on the stream.", ofNumbered(jobOf,

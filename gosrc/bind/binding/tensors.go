@@ -64,7 +64,7 @@ func tensorsVerbs() []*Verb {
 		started("sums", "Compute CRC32 and SHA-256 of byte sequences, each after a prefix in hex digits. The results "+
 			"are in hex digits.", tensorsSums).awaited().
 			tail("the address and size of each sequence").onCallersMemory(),
-		started("key", "Derive a key from a password, both in hex digits.", tensorsKey).awaited(),
+		started("key", "Derive a key from a password. Both are in hex digits.", tensorsKey).awaited(),
 	}
 }
 

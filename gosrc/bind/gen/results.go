@@ -32,41 +32,41 @@ var fieldTypes = map[string]string{
 var docs = map[string]string{
 	"InspectedTensor": `One tensor.
 
-bytes, stored: size in memory, and in the file.
+bytes, stored: the sizes in memory and in the file.
 ratio: stored / bytes.
-alias_of: tensor whose bytes it shares.`,
+alias_of: the tensor that stores its bytes.`,
 	"InspectedFile": `One file.
 
 header: number of bytes before the data section.`,
 	"Total": "Sums over tensors.",
 	"Inspection": "The result of `inspect`." + `
 
-totals: sums by dtype; "all" is the sum of all.`,
-	"VerifiedOriginal": `The plain file that a compressed one was made from.
+totals: sums by dtype; "all" has the sums over all dtypes.`,
+	"VerifiedOriginal": `The plain file from which a compressed file was made.
 
-file: compressed file. sha256: SHA-256 of the plain file, in hex. compared: True if it equals
+file: the compressed file. sha256: the SHA-256 of the plain file, in hex. compared: True if it equals
 the hash stored in the compressed file, False if the file stores none.`,
 	"VerifiedFile": `One file.
 
-checked: whether every byte of the contents or only the structure was checked.
+checked: "contents" if every byte was checked, otherwise "structure".
 sha256: the file's SHA-256 on the Hugging Face Hub, if the download recorded it and it matches.
 original: set by ` + "`verify(original=True)`" + ` if the file can restore its plain file.`,
 	"Verification": "The result of `verify`." + `
 
-note: parts that could not be verified.`,
+note: describes parts that could not be verified.`,
 	"Machine": "The host.",
 	"HostMemory": `Bytes of host memory.
 
-limit: limit of the control group, or 0.`,
+limit: the limit of the control group, or 0.`,
 	"HostNode": "One NUMA node that has cores, and the numbers of its cores.",
 	"Device": `One GPU.
 
 memory: size in bytes.
-node: NUMA-local node, or -1 if the system does not report it. unplaced: on a host with
-    several nodes, why buffers and workers cannot be placed on that node.
+node: the NUMA-local node, or -1 if the system does not report it. unplaced: on a host with
+    several nodes, why buffers and workers cannot be placed on the node.
 coherent: whether kernels, and loads to the device, read host memory in place, as on Grace.
-kernels, unusable: kernels that the device runs, or why it cannot run any.
-wire: GB/s of pinned copies to the device, if measured.`,
+kernels, unusable: the kernels that the device runs, or why it cannot run any.
+wire: the rate of pinned copies to the device in GB/s, if measured.`,
 	"Gpu":            "NVIDIA's driver and its devices, or why there is no driver.",
 	"PreloadSetting": "The preload set by the environment. from: environment variable that sets it.",
 	"DirectStorage":  "Whether GPUDirect Storage works on this machine, and why or why not.",
@@ -100,6 +100,6 @@ Format = Literal["overwire", "safetensors", "tensors", "gguf"]
 		b.WriteString(c.texts[name])
 	}
 	b.WriteString("\n\nfor _kind in (Diagnosis, Inspection, Verification):\n" +
-		"    _kind.__module__ = \"overwire\"  # exported there\n")
+		"    _kind.__module__ = \"overwire\"  # where users find it\n")
 	return b.String()
 }

@@ -179,7 +179,7 @@ func verbs() string {
 values packed by ` + "`array`" + ` or ` + "`struct`" + `.
 
 A function that uses ` + "`" + `core().call` + "`" + ` returns at once.
-One that uses ` + "`" + `core().run` + "`" + ` waits. After Ctrl-C, its verb is cancelled and no longer
+A function that uses ` + "`" + `core().run` + "`" + ` waits. After Ctrl-C, its verb is cancelled and no longer
 uses the caller's memory. A JobNumber identifies a running verb. See jobs.py.
 """
 

@@ -14,9 +14,9 @@ Format = Literal["overwire", "safetensors", "tensors", "gguf"]
 class InspectedTensor(TypedDict):
     """One tensor.
 
-    bytes, stored: size in memory, and in the file.
+    bytes, stored: the sizes in memory and in the file.
     ratio: stored / bytes.
-    alias_of: tensor whose bytes it shares.
+    alias_of: the tensor that stores its bytes.
     """
 
     name: str
@@ -57,7 +57,7 @@ class Total(TypedDict):
 class Inspection(TypedDict):
     """The result of `inspect`.
 
-    totals: sums by dtype; "all" is the sum of all.
+    totals: sums by dtype; "all" has the sums over all dtypes.
     """
 
     sources: list[InspectedFile]
@@ -65,9 +65,9 @@ class Inspection(TypedDict):
 
 
 class VerifiedOriginal(TypedDict):
-    """The plain file that a compressed one was made from.
+    """The plain file from which a compressed file was made.
 
-    file: compressed file. sha256: SHA-256 of the plain file, in hex. compared: True if it equals
+    file: the compressed file. sha256: the SHA-256 of the plain file, in hex. compared: True if it equals
     the hash stored in the compressed file, False if the file stores none.
     """
 
@@ -79,7 +79,7 @@ class VerifiedOriginal(TypedDict):
 class VerifiedFile(TypedDict):
     """One file.
 
-    checked: whether every byte of the contents or only the structure was checked.
+    checked: "contents" if every byte was checked, otherwise "structure".
     sha256: the file's SHA-256 on the Hugging Face Hub, if the download recorded it and it matches.
     original: set by `verify(original=True)` if the file can restore its plain file.
     """
@@ -97,7 +97,7 @@ class VerifiedFile(TypedDict):
 class Verification(TypedDict):
     """The result of `verify`.
 
-    note: parts that could not be verified.
+    note: describes parts that could not be verified.
     """
 
     ok: Literal[True]
@@ -124,7 +124,7 @@ class Machine(TypedDict):
 class HostMemory(TypedDict):
     """Bytes of host memory.
 
-    limit: limit of the control group, or 0.
+    limit: the limit of the control group, or 0.
     """
 
     total: int
@@ -143,11 +143,11 @@ class Device(TypedDict):
     """One GPU.
 
     memory: size in bytes.
-    node: NUMA-local node, or -1 if the system does not report it. unplaced: on a host with
-        several nodes, why buffers and workers cannot be placed on that node.
+    node: the NUMA-local node, or -1 if the system does not report it. unplaced: on a host with
+        several nodes, why buffers and workers cannot be placed on the node.
     coherent: whether kernels, and loads to the device, read host memory in place, as on Grace.
-    kernels, unusable: kernels that the device runs, or why it cannot run any.
-    wire: GB/s of pinned copies to the device, if measured.
+    kernels, unusable: the kernels that the device runs, or why it cannot run any.
+    wire: the rate of pinned copies to the device in GB/s, if measured.
     """
 
     index: int
@@ -238,4 +238,4 @@ class Diagnosis(TypedDict):
 
 
 for _kind in (Diagnosis, Inspection, Verification):
-    _kind.__module__ = "overwire"  # exported there
+    _kind.__module__ = "overwire"  # where users find it
