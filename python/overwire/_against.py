@@ -50,14 +50,14 @@ def compare_with_safetensors(model: Path, plain: Path) -> tuple[int, list[str]]:
         with safe_open(file, "pt") as plain_reader, ow.safe_open(model_file, "pt") as model_reader:
             both = set(plain_reader.keys()) & set(model_reader.keys())
             surplus = set(plain_reader.keys()) ^ set(model_reader.keys())
-            faults += [f"{model_file}: {name}: only one reader lists it" for name in sorted(surplus)]
+            faults += [f"{model_file}: {name}: only one of the files has it" for name in sorted(surplus)]
             for name in sorted(both):
                 if not _is_same(model_reader.get_tensor(name), plain_reader.get_tensor(name)):
                     faults.append(f"{model_file}: {name}: differs")
             count += len(both)
     if model.is_dir():
         plain_names = {file.relative_to(plain) for file in _list_files(plain)}
-        faults += [f"{p}: it has no plain file" for p in _list_files(model) if p.relative_to(model) not in plain_names]
+        faults += [f"{p}: missing in PLAIN" for p in _list_files(model) if p.relative_to(model) not in plain_names]
     return count, faults if count else [*faults, f"{plain}: no tensors"]
 
 

@@ -494,7 +494,7 @@ class _Reader:
         self._budget.charge_memory(_ENTRY + sum(map(len, at)))
         name = ".".join(at)
         if id(value) in above:
-            raise self._error_of(f"{name} is an object that contains it, so its tensors have no last name")
+            raise self._error_of(f"{name} is an object that contains itself, so its tensors have endless names")
         if isinstance(value, _Tensor):
             seen.add(id(value))
             found.tensors.append((name, self._bytes_of(name, value)))

@@ -112,7 +112,7 @@ def weights_of(folder: str, is_usual: bool = False) -> list[str]:
         usual |= shards
     numbers = {int(one[1]) for one in map(_NUMBERED.fullmatch, names) if one}
     if gap := sorted(set(range(max(numbers, default=0))) - numbers):
-        text = f"consolidated.{gap[0]:02d}.pth is missing, and there are files with higher numbers"
+        text = f"consolidated.{gap[0]:02d}.pth is missing, but there are files with higher numbers"
         raise NotFoundError(f"overwire: open {folder}: {text}: fetch the model again", source=folder)
     for name, refusal in refusals.items():
         if refusal is not None and (refusal.rule != FOREIGN or name in usual):

@@ -59,7 +59,7 @@ def open_nemo(path: str, compare: bool = True, scratch: str | None = None) -> It
     if parts or len(weights) > 1:
         where = os.path.dirname(parts[0].name) if parts else ", ".join(one.name for one in weights[:4])
         advice = f"unpack it with `tar -xf` and convert {where}" if parts else "merge these parts with NeMo"
-        raise make_error(f"its weights are several files ({where}): {advice}", NotSupportedError)
+        raise make_error(f"its weights are in several files ({where}): {advice}", NotSupportedError)
     if not weights:
         raise make_error(f"a tar archive without {WEIGHTS}: unpack it with `tar -xf`, and name a file in it")
     [one] = weights

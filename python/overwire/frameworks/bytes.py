@@ -31,7 +31,7 @@ class BytesFrame(Frame):
         return memoryview(bytearray(nbytes(dtype, shape)))
 
     def dtype(self, wanted: Any) -> Any:
-        raise ArgumentError("overwire: dtype: framework='bytes' casts no tensors; load with framework='pt' or 'np'")
+        raise ArgumentError("overwire: dtype: framework='bytes' does not cast: load with framework='pt' or 'np'")
 
     def index(self, tensor: Any, index: tuple[Any, ...], dtype: str) -> Any:
         raise NotSupportedError(

@@ -109,7 +109,7 @@ def check_memory(tensor: Any, where: str, name: str | None = None) -> None:
     else:
         why = f"a {type(tensor).__name__} does not have its own memory: pass the tensors that it consists of"
         if type(tensor) in PLAIN:
-            why = "it has no memory inside a function that torch transforms (vmap, grad): call this outside of it"
+            why = "it has no memory while torch transforms a function (vmap, grad): call this outside of the function"
     raise kind(f"{where}: {why}", tensor=name)
 
 
@@ -265,7 +265,7 @@ def refuse_fakes() -> None:
     """Raises NotSupportedError inside a FakeTensorMode, because torch's copies and casts move no data there."""
     mode = getattr(torch._C, "_get_dispatch_mode", None)
     if mode is not None and mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
-        raise NotSupportedError("overwire: torch's FakeTensorMode is active, and tensors have no data: leave it first")
+        raise NotSupportedError("overwire: torch's FakeTensorMode is active, and tensors have no data: leave this mode")
 
 
 def _is_fake(tensor: Any) -> bool:

@@ -511,7 +511,7 @@ def load_on(
     """Implements `load_file(base=)`. Returns new tensors, made from the base by the delta or chain. load: loads the
     base, if it is not tensors in memory."""
     if options.get("dtype") is not None:
-        raise NotSupportedError("overwire: load_file: base= does not take dtype=: cast the returned tensors")
+        raise NotSupportedError("overwire: load_file: base= cannot be used with dtype=: cast the returned tensors")
     if framework == "bytes":
         raise NotSupportedError("overwire: load_file: base= needs framework='pt' or 'np'")
     reach: StorageOptions | None = options.get("storage_options")
@@ -537,7 +537,7 @@ def _copy_base(base: Any, device: Any, options: Mapping[str, Any]) -> dict[str, 
             check_memory(tensor, f"overwire: load_file: base: {name!r}", name)
             if tensor.is_quantized:
                 raise NotSupportedError(
-                    f"overwire: load_file: base: {name!r} is quantised, and deltas do not support that", tensor=name
+                    f"overwire: load_file: base: {name!r} is quantised, which deltas do not support", tensor=name
                 )
             where, key = check_device(device, frame_of(tensor)), identity_of(tensor)
             if key not in copies:

@@ -269,7 +269,7 @@ def local_destination(target: Destination, row: Row, prefix: str) -> Destination
         return None
     if row.dtype in PACKED:
         raise NotSupportedError(
-            f"{prefix}: a DTensor of {row.dtype} that is cut where elements share bytes", tensor=row.name
+            f"{prefix}: this DTensor of {row.dtype} is cut where elements share bytes", tensor=row.name
         )
     lo0, _, lo1, _ = target.block
     rows, columns = (*ranges, (0, 0))[:2]

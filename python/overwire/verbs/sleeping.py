@@ -411,7 +411,7 @@ def prepare_sleep(
         )
         return memory
     if device is not None:
-        raise ArgumentError("overwire: prepare_sleep: device: only for a number of bytes; tensors have their own")
+        raise ArgumentError("overwire: prepare_sleep: device: only for a number of bytes: leave it out for tensors")
     frame_for("torch")
     import torch
 

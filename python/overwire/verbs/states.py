@@ -236,7 +236,7 @@ def write_back(copies: list[tuple[str, Any, Any]]) -> None:
                 interrupt = error
             except Exception as error:
                 old = ", ".join(repr(other) for other, _, _ in copies[at:])
-                text = f"{name!r}: {error}. These have old values, or a mixture: {old}. All others have new ones"
+                text = f"{name!r}: {error}. These have old or mixed values: {old}. All others have new values"
                 raise DeviceError(f"overwire: apply_delta: {text}") from error
     settle_devices(devices)
     if interrupt is not None:

@@ -364,7 +364,7 @@ class _Reader:
 
     def _refuse_child(self) -> None:
         if self._process != os.getpid():
-            raise overwire.ForkedError("fastsafetensors: a reader only works in the process that made it: make another")
+            raise overwire.ForkedError("fastsafetensors: a reader works only in the process that made it: make another")
 
     def __del__(self) -> None:
         pool = getattr(self, "_pool", None)

@@ -134,7 +134,7 @@ def _read_boneless(boneless: Path) -> dict[str, Any]:
         return state
     except FileNotFoundError as error:
         raise overwire.NotFoundError(
-            f"overwire: open {boneless}: not found; compress_state_dict makes it", source=str(boneless)
+            f"overwire: open {boneless}: not found: create it with compress_state_dict", source=str(boneless)
         ) from error
     except (overwire.OverwireError, PermissionError, MemoryError):
         raise

@@ -222,8 +222,8 @@ def view_in_shape(target: torch.Tensor, shape: Sequence[int]) -> torch.Tensor | 
 
 
 class Early:
-    """Loads some copies while others are still being recorded. Only one load runs at a time, so many small calls of
-    `begin` become few large loads."""
+    """Loads some copies while others are still being recorded. Only one load runs at a time. Many small calls of
+    `begin` thus become few large loads."""
 
     def __init__(self, device: Callable[[], torch.device]) -> None:
         """device: returns the device for the files' tensors. The first `begin` calls it."""

@@ -97,7 +97,7 @@ def fingerprint_of_load(config: Any, model_config: Any, prefix: str, loader: Any
     if parallel.enable_expert_parallel and experts and experts.world_size > 1 and vllm.__version__.startswith("0.32."):
         raise Refused("vLLM 0.32 cannot build a model on the meta device if its experts are divided among ranks")
     if torch.version.hip or device.type not in ("cpu", "cuda"):
-        raise Refused(f"vLLM uses {device.type}{' by ROCm' if torch.version.hip else ''}")
+        raise Refused(f"vLLM uses {device.type}{' with ROCm' if torch.version.hip else ''}")
     if getattr(getattr(config, "engram_config", None), "cpu_offload", False) or is_offloading(config):
         raise Refused("weights are offloaded")
     import overwire
