@@ -1,7 +1,8 @@
 """Defines the directory of a Ray cluster: an actor that knows which pieces of objects are in Ray's object stores.
 
-The directory never touches bytes. It runs without overwire, because Ray copies this module's code to it. The module
-therefore imports only the standard library. A lost directory costs only time, because the nodes read their stores.
+The directory does not handle the bytes of pieces. Ray copies this module's code to the actor, which may run where
+overwire is not installed. The module therefore imports only the standard library. If the directory is lost, loads only
+take longer, because the nodes read from their stores.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 
 #: Seconds that a lease lasts after its process last called `take_work`.
 LEASE = 3.0
-#: Seconds since its last request in which a process counts as wanting pieces, and a node as reading an object.
+#: For so long after its last request, in seconds, a process counts as wanting pieces, and a node as reading an object.
 RECENT = 10.0
 
 #: Limits in seconds for one call of `take_work`, for a process that waits for room on its node, and for a process that
@@ -35,8 +36,9 @@ Key = tuple[str, int]
 class Piece:
     """A shared piece.
 
-    refs: a list with Ray's reference to the bytes. sums: their checksums. process, node: the ones that read the piece.
-    seconds: how long that took. nodes: the nodes that have the piece."""
+    refs: a list with Ray's reference to the bytes. sums: their checksums. process, node: the process that read the
+    piece, and its node.
+    seconds: how long the read took. nodes: the nodes that have the piece."""
 
     def __init__(self, refs: list[Any], sums: bytes, process: str, node: str, size: int, seconds: float) -> None:
         self.refs, self.sums, self.process, self.node = refs, sums, process, node
@@ -61,7 +63,7 @@ class Process:
 
 
 class Answer:
-    """Tells a process what to do about pieces.
+    """Tells a process how to get the pieces that it wants.
 
     pieces: fetch these from Ray, as (key, reference, checksums, owner, seconds). reads: read these from the store, and
     share them. stores: read these without sharing them. Other pieces are on their way."""

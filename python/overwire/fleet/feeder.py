@@ -1,7 +1,7 @@
 """Supplies the engine with pieces of objects through Ray: reads this node's pieces from the store, and shares them.
 
 Each piece is handled by one thread, from the engine's question to the answer. The engine does not wait for a late
-answer. After a fault here it reads its store.
+answer. If something fails here, the engine reads its store.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ NAMESPACE, DIRECTORY = "overwire", "directory-3"
 _PIECES, _READS, _AHEAD = 4, 2, 16
 
 # The number of pieces that Ray fetches at once. More transfers would slow down the reads from the store, for which
-# other nodes wait, and the piece that the engine needs first.
+# other nodes wait, and the transfer of the piece that the engine needs first.
 _FETCHES = 4
 
-# Limits in seconds for the first answer of the directory and for later ones, and the interval between calls that tell
-# it that an idle process is alive.
+# Limits in seconds for the first answer of the directory and for later ones, and the interval at which an idle process
+# calls `note_alive`.
 _START, _PATIENCE, _BEAT = 30.0, 5.0, 60.0
 
-# The engine waits at least _WAIT seconds for a piece that is on its way. A transfer by Ray may take as long as several
-# reads of a piece from the store, because the nodes that fetch from one node share its link.
+# The engine waits at least _WAIT seconds for a piece that is on its way. A transfer by Ray may take as long as
+# _READS_LONG reads of a piece from the store, because the nodes that fetch from one node share its link.
 _WAIT, _READS_LONG = 2.0, 4
 
 # Sharing a piece should take no longer than this, in seconds. Ray takes longer if it has to spill other objects first.
@@ -84,8 +84,8 @@ class Feeder:
         self._memory: dict[Piece, Any] = {}  # of the pieces that the engine uses
         self._owners: dict[Piece, str] = {}  # of all pieces that it has used
         self._asked: dict[Piece, FedEvent] = {}  # the engine's open questions
-        self._busy: set[Piece] = set()  # those that a thread works on
-        self._fetches: list[Callable[[], None]] = []  # start the next fetches, in the order of the engine's reads
+        self._busy: set[Piece] = set()  # questions that a thread is working on
+        self._fetches: list[Callable[[], None]] = []  # functions that start the next fetches, in the engine's order
         self._fetching = 0
         self._leases: set[directory.Key] = set()
         self._has: list[directory.Key] = []  # received since the last call of the directory
@@ -96,7 +96,7 @@ class Feeder:
         self._said: set[str] = set()
         self._work: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._feed = _verbs.feed_open(piece, max(1, min(_AHEAD, room // piece // 2)))
-        atexit.register(self.stop)  # runs before Ray's own, which frees the memory of pieces
+        atexit.register(self.stop)  # runs before Ray's own exit handler, which frees the memory of pieces
         for run in (self._take_events, self._take_answers, *[self._take_work] * _PIECES):
             start_thread(Thread(target=run, name="overwire-ray", daemon=True).start)
 
@@ -106,7 +106,8 @@ class Feeder:
             _verbs.feed_close(self._feed)
 
     def _say(self, what: str, why: object, event: FedEvent | None = None) -> None:
-        # Logs one line for each kind of fault and object. Ray's errors may quote anything, so their text is left out.
+        # Logs one line for each kind of fault and object. The text of Ray's errors is left out, because it may contain
+        # anything.
         kind = what if event is None else f"{what} {event['name']}"
         if kind not in self._said:
             self._said.add(kind)
@@ -212,7 +213,7 @@ class Feeder:
             self._extend_waits()
 
     def _note_alive(self) -> None:
-        # A call after ray.shutdown() would start a new cluster. If the directory is lost, the next load finds out.
+        # A call after ray.shutdown() would start a new cluster. If the directory is lost, the next load notices it.
         with contextlib.suppress(Exception):
             if self._ray.is_initialized():
                 self._directory.note_alive.remote(self._process)

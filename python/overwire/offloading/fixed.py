@@ -42,7 +42,7 @@ def _load_next_block(tensors: list[torch.Tensor], name: str) -> None:
     if (place := _places.get(name)) is None:
         return
     if (owner := place[0]()) is None:
-        raise NotSupportedError(f"overwire: offload: {name}: its model was deleted, and its weights with it")
+        raise NotSupportedError(f"overwire: offload: {name}: its model and its weights were deleted")
     if (ring := owner._ring) is None or not ring._blocks:
         raise NotSupportedError(
             f"overwire: offload: {name}: its weights were not restored: call Offloaded.close() again"
@@ -64,7 +64,8 @@ torch.library.register_fake(OPERATOR, lambda tensors, name: None, lib=_library)
 
 
 class FixedRing(Ring):
-    """Slots for blocks that run one after another, on one thread. Block i is always in slot i modulo their count."""
+    """Slots for blocks that run one after another, on one thread. Block i is always in slot i modulo the number of
+    slots."""
 
     def __init__(self, blocks: Sequence[StoredBlock], names: list[str], device: torch.device, count: int) -> None:
         super().__init__(blocks, device, count)
@@ -111,7 +112,7 @@ class FixedRing(Ring):
             return
         (at, stream), self._running = self._running, None
         self._carrier.mark_read(self._slot_for(at), stream)
-        if at not in self._equal and not self.is_as_stored(at):  # once, because the host waits for it
+        if at not in self._equal and not self.is_as_stored(at):  # only once, because the host waits for it
             self._slot_for(at).block = None
             raise NotSupportedError(
                 f"overwire: offload: {self._names[at]} changes its weights when it runs, so it cannot be streamed in a "

@@ -85,7 +85,7 @@ class Offloaded:
 
         if forked():
             return
-        if (ring := self._ring) is not None:  # this reference keeps the ring alive until all weights are restored
+        if (ring := self._ring) is not None:  # this variable keeps the ring alive until all weights are restored
             ring.close()
         self._ring = None
         if self._group is not None:
@@ -101,7 +101,8 @@ class Offloaded:
         self.nbytes = self.stored = self.stored_on_device = self.ring = self.kept = 0
 
     def _close_after(self, error: BaseException) -> None:
-        # If the weights cannot be restored after an error, the error gets the handle, so that the caller can try again.
+        # If the weights cannot be restored after an error, the error refers to this object, so that the caller can try
+        # again.
         with after_error(setattr, error, "offloaded", self):
             self.close()
 
@@ -381,7 +382,7 @@ def offload(
 
     model: a `torch.nn.Module`, or a diffusers pipeline for all its models. Everything outside of blocks is
         moved to the device, including buffers.
-    device: "cuda", "cuda:1", or "cpu". On the CPU, bf16 weights take two thirds of their memory.
+    device: "cuda", "cuda:1", or "cpu". On the CPU, bf16 weights take two thirds of their uncompressed size.
     keep: bytes of device memory ("8GB", int) for blocks that stay on the device, spread evenly over the model; None
         streams all blocks.
     where: the memory for compressed weights: "host"; "device", for a model that almost fits; or "auto", which puts as
@@ -395,8 +396,8 @@ def offload(
         the model's ModuleLists, and a child with more than a sixteenth of the model is divided further.
     max_memory: the most host memory that the stored weights may take ("12GB", int).
     slots: the number of blocks that are on the device at a time. At least 2 are needed to overlap copies and
-        decoding with computation. The ring takes `slots` times the largest block, and twice the stored bytes of the
-        largest block on the host.
+        decoding with computation. They take device memory for `slots` times the largest block, and for twice the stored
+        bytes of the largest block that is stored on the host.
     group: a torch.distributed process group of one host, with a GPU per rank and the same model on all ranks, which all
         call `offload`. Each rank stores, pins and copies only its part of each block, and gets the other parts from the
         other GPUs. The ranks must run the same blocks in the same order, each in one thread.
@@ -422,9 +423,9 @@ def offload(
     NotSupportedError.
 
     With a group, errors of this call are raised on all ranks, also ArgumentError if their models or arguments differ.
-    After it they only share memory, and `close` is not collective. If a rank runs another block than the others, is
-    gone, or does not come within the group's timeout, the others raise ArgumentError or IOFailure, which names the
-    block. `close` then still restores the weights of each rank that lives.
+    Afterwards the ranks only share memory, and `close` is not collective. If a rank runs another block than the others,
+    has ended, or does not reach the block within the group's timeout, the others raise ArgumentError or IOFailure,
+    which names the block. `close` still restores the weights of each rank that has not ended.
     """
     arguments = model, device, keep, where, room, source, blocks, max_memory, slots
     if group is None:
@@ -447,7 +448,7 @@ def _offload_model(
     slots: int,
     members: Members | None = None,
 ) -> Offloaded:
-    frame = frame_for("torch")  # raises an error that tells how to install torch
+    frame = frame_for("torch")  # if torch is missing, the error says how to install it
     import torch
 
     from ..frameworks.torch import _errors_of

@@ -121,7 +121,7 @@ class Ring:
                             f"overwire: offload: more than {len(self._slots)} blocks run inside each other: "
                             "pass a larger slots="
                         )
-                    self.lock.wait(1.0)  # a timeout, because a thread that holds a slot may end without a release
+                    self.lock.wait(1.0)  # with a timeout, because a thread that holds a slot may end without a release
                 finally:
                     self._waiting.pop(thread, None)
             before = self._previous.get(thread)
@@ -393,7 +393,7 @@ class _GPUCarrier:
     def _decode_oldest(self) -> None:
         assert self._group is not None
         memory, block, slot = self._coming[0]
-        with tell_error(self._group.leave_step):  # after an error the slot waits for ever, and each run of it raises
+        with tell_error(self._group.leave_step):  # after an error the slot is never ready
             source = self._group.take_block(memory, self._decoding.cuda_stream)
             self._decode_block(block, slot, source)
             self._coming.popleft()

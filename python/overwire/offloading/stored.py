@@ -71,7 +71,7 @@ class StoredBlock(NamedTuple):
     files: Sequence[FileStream | None] = ()
 
     def bytes_on_host(self) -> int:
-        """Returns the bytes of host memory that this process stores."""
+        """Returns the bytes of host memory that this process's part of the block takes."""
         return 0 if self.memory.is_on_device else self.memory.part[1] - self.memory.part[0]
 
     def pack_tasks(self, source: int, slot: int) -> bytes:
@@ -89,7 +89,7 @@ class StoredBlock(NamedTuple):
 
 
 class HostMemory:
-    """Host memory for stored bytes, page-locked if `device` is a GPU. It is freed with its last reference.
+    """Host memory for stored bytes, page-locked if `device` is a GPU. It is freed when nothing refers to this object.
 
     part: the range of bytes that this process stores."""
 
@@ -112,7 +112,7 @@ class HostMemory:
         self._pins: list[int] = []  # addresses that are page-locked
         self._pinned_by = os.getpid()
         if device.type == "cuda":
-            self.tensor[slice(*part)].zero_()  # allocates the pages on all cores, which is faster than in the driver
+            self.tensor[slice(*part)].zero_()  # allocates pages on all cores; the driver is slower
             self.pin_range(part, device)
 
     def pin_range(self, part: tuple[int, int], device: torch.device) -> None:
@@ -149,10 +149,10 @@ class DeviceMemory:
 
 class SharedMemory(HostMemory):
     """A block's stored bytes in memory of the host that the ranks of a group share. This rank writes and page-locks
-    only its part. Rank r has `share` bytes from r times `share` on.
+    only its part. The part of rank r has `share` bytes and begins at r times `share`.
 
     place: the offset in all shared memory. number: the block's number in the group. digests: the digests of the block's
-    streams. owner: owns the memory.
+    streams. owner: an object that keeps the memory mapped.
     """
 
     def __init__(self, base: int, place: int, nbytes: int, ranks: tuple[int, int], device: torch.device) -> None:

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 
 class Tiers:
-    """Compresses blocks in order, each into its tier. blocks: all of them. slots, where, room: see `offload`;
-    a room of 0 was not given. group: the ranks that share host memory. Make it when the rest of the model is on the
-    device; with a group, on all ranks."""
+    """Compresses blocks in order, each into its tier. blocks: all of them. slots, where, room: see `offload`; room is 0
+    if it was not given. group: the ranks that share host memory. Create this object after the rest of the model was
+    moved to the device. With a group, all ranks have to create one."""
 
     def __init__(
         self,
@@ -41,13 +41,13 @@ class Tiers:
             if group is not None:  # the ranks must choose the same tiers
                 self._room = group.find_smallest(self._room)
         self._group = group
-        self._ahead = [block.nbytes for block in blocks if block.weights]  # of blocks that are not compressed yet
-        self._weights = self._stored = 0  # bytes of the others, and their compressed bytes
-        self._balance = 0.0  # share of blocks that the device is owed
+        self._ahead = [block.nbytes for block in blocks if block.weights]  # of blocks not compressed yet
+        self._weights = self._stored = 0  # bytes of the other blocks, and their compressed bytes
+        self._balance = 0.0  # the blocks that the device should have by now, minus those that it has
 
     def compress_block(self, block: Block, source: Source | None) -> StoredBlock:
-        """Compresses a block, with its own values or those of a source. Raises OutOfMemoryError, DeviceError, and the
-        errors of the source."""
+        """Compresses a block. Its values are those of `source`, if there is one. Raises OutOfMemoryError, DeviceError,
+        and the errors of the source."""
         try:
             if source is None:
                 values = [weight.parameter.detach() for weight in block.weights]
@@ -57,7 +57,7 @@ class Tiers:
                 contents, self._device, lambda nbytes: self._memory_for(block, nbytes), source.load_streams
             )
         except OutOfMemoryError as error:
-            clear_frames(error.__traceback__)  # they have device memory, which putting weights back may need
+            clear_frames(error.__traceback__)  # they refer to device memory, which may be needed to restore the weights
             where = f"while block {block.name!r} was compressed, with where={self._where!r}"
             raise OutOfMemoryError(
                 f"{error}, {where}", asked=error.asked, free=error.free, total=error.total
@@ -71,7 +71,7 @@ class Tiers:
         except OutOfMemoryError as error:
             if self._where == "device":
                 raise
-            self._room = 0  # the ring needs what is left
+            self._room = 0  # the ring needs the rest
             log.warning(
                 "overwire: offload: the device has no memory for the %d compressed bytes of %s: that block and the "
                 "later ones stay in host memory: %s", nbytes, block.name, error
@@ -106,8 +106,9 @@ class Tiers:
 
 
 def _room_on(device: torch.device, blocks: Sequence[Block], slots: int, room: int) -> int:
-    # What is free once the weights of blocks are gone, less the slots and two more blocks: encoding needs them
-    # before there are slots, and the staging buffers later. Without a room a fifth is for activations.
+    # Returns the device memory for compressed blocks. From the memory that is free without the blocks' weights, it
+    # subtracts the slots and two more blocks, which are needed first for encoding and later for the staging buffers. If
+    # no room was given, it also subtracts a fifth of the GPU's memory, for activations.
     if device.type != "cuda":
         return room
     free, total = _free_memory(str(device))
