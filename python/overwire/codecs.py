@@ -110,7 +110,7 @@ def span(source: Any, *, writable: bool = False) -> Span:
     try:
         return Span(*_engine.buffer_of(source, writable))
     except TypeError:
-        pass  # it does not support the buffer protocol
+        pass  # the source does not support the buffer protocol
     except (BufferError, ValueError) as error:  # numpy raises ValueError if the array is not dense
         raise ArgumentError(f"overwire: {type(source).__name__}: {error}") from error
     is_dlpack = hasattr(source, "__dlpack__")

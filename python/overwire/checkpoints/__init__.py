@@ -4,7 +4,7 @@
     from overwire.checkpoints import CheckpointReader, CheckpointWriter
 
     dcp.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()},
-    storage_writer=CheckpointWriter("step-100"))
+             storage_writer=CheckpointWriter("step-100"))
     dcp.load(state, storage_reader=CheckpointReader("step-100"))
 
 The folder is also a model. `load_file("step-100")` returns the tensors below "model", each as a whole, even if the

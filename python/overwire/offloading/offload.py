@@ -121,7 +121,7 @@ class Offloaded:
                         parameter.data = _copy_to(parameter.data, device)
                 self._away.pop()
                 continue
-            if isinstance(one.stored.memory, SharedMemory):  # it is page-locked in parts, which no copy may span
+            if isinstance(one.stored.memory, SharedMemory):  # page-locked in parts, which no copy may span
                 one.stored = copy_to_host(one.stored)
             values = None
             with contextlib.suppress(OutOfMemoryError):  # the device may be full of compressed blocks

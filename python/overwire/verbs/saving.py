@@ -177,7 +177,7 @@ class Saving(HandleOwner, Saver):
             job = None if self._ended.is_set() else self._job
             self._cancelled = self._cancelled or job is not None
         if job is not None:
-            with contextlib.suppress(ArgumentError):  # it has just ended
+            with contextlib.suppress(ArgumentError):  # the job has just ended
                 _verbs.cancel(job.number)
         if not self._ended.is_set():
             self._ended.wait()
@@ -189,7 +189,7 @@ class Saving(HandleOwner, Saver):
         save was running when the process forked."""
         self._refuse_child("progress")
         if not self._ended.is_set() and self._job is not None:
-            with contextlib.suppress(ArgumentError):  # it has just ended
+            with contextlib.suppress(ArgumentError):  # the job has just ended
                 self._seen = self._job.progress()
         return self._seen
 

@@ -144,7 +144,7 @@ class PreparedStart:
                 model = None
         if model is None:
             self._reject_kept(kept, reason)
-            reason = None  # its traceback keeps the new model alive, and vLLM's own load needs the memory
+            reason = None  # the error's traceback keeps the new model alive, but vLLM's own load needs the memory
             gc.collect()
             if self._device.type == "cuda":
                 torch.cuda.empty_cache()
