@@ -26,8 +26,8 @@ func codecVerbs() []*Verb {
 		}),
 		begun[codecRequest, *Result]("codec",
 			"Encode, decode or measure buffers, which must not change until the job has ended. For each "+
-				"buffer, the result has an address, a length, and whether checksums were compared. It also has the memory of "+
-				"outputs that the caller did not pass, and errors by buffer number.",
+				"buffer, the result has an address, a length, and whether checksums were compared. It also has the "+
+				"memory of outputs that the caller did not pass, and errors by buffer number.",
 			startCodec).tail(buffers).onCallersMemory(),
 		answered("codec_now", "Run codec in one call if it is fast. Otherwise do nothing and return no numbers.",
 			func(q codecRequest, n []int64) (*Result, error) {

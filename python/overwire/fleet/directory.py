@@ -1,8 +1,7 @@
 """Defines the directory of a Ray cluster: an actor that knows which pieces of objects are in Ray's object stores.
 
-The directory does not handle the bytes of pieces. Ray copies this module's code to the actor, which may run where
-overwire is not installed. The module therefore imports only the standard library. If the directory is lost, loads only
-take longer, because the nodes read from their stores.
+The directory does not handle the bytes of pieces. Ray copies this module's code to the actor, which may not have
+overwire, so the module imports only the standard library. If the directory is lost, the nodes read from their stores.
 """
 
 from __future__ import annotations
@@ -36,8 +35,7 @@ Key = tuple[str, int]
 class Piece:
     """A shared piece.
 
-    refs: a list with Ray's reference to the bytes. sums: their checksums. process, node: the process that read the
-    piece, and its node.
+    refs: a list with Ray's reference to the bytes. sums: their checksums. process, node: the reader of the piece.
     seconds: how long the read took. nodes: the nodes that have the piece."""
 
     def __init__(self, refs: list[Any], sums: bytes, process: str, node: str, size: int, seconds: float) -> None:

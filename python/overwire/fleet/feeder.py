@@ -106,8 +106,7 @@ class Feeder:
             _verbs.feed_close(self._feed)
 
     def _say(self, what: str, why: object, event: FedEvent | None = None) -> None:
-        # Logs one line for each kind of fault and object. The text of Ray's errors is left out, because it may contain
-        # anything.
+        # Logs one line for each kind of fault and object, without the text of Ray's errors, which may contain anything.
         kind = what if event is None else f"{what} {event['name']}"
         if kind not in self._said:
             self._said.add(kind)
