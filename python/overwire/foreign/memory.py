@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class InMemory(NamedTuple):
-    """A plain file in memory. memory: the owner of the memory. name, original: the path and the description of the file
+    """A plain file in memory. memory: the owner of the memory. name, original: the path and a description of the file
     or folder from which it was made."""
 
     memory: AnonymousMemory

@@ -34,7 +34,8 @@ def resolve(source: Any) -> tuple[list[str], Any]:
 
 class Opened:
     """A source that can be opened. uris: the URIs for the engine. names: a name for messages, for each URI. keep: an
-    object that must stay alive until the URIs are open. copies: describes the originals of copies, by the copy's URI."""
+    object that must stay alive until the URIs are open. copies: maps the URIs of copies to descriptions of the
+    originals."""
 
     def __init__(self, uris: list[str], names: list[str], keep: Any, copies: dict[str, VerifyCopy]) -> None:
         self.uris, self.names, self.keep, self.copies = uris, names, keep, copies

@@ -174,15 +174,14 @@ def verify(
     storage_options: as for `load_file`.
 
     Returns a dict: ok (always True, because damage raises an error), tensors, bytes, stored, seconds, and "files". For
-    each file, "checked" is "contents", or only "structure" for plain safetensors and GGUF files, which have no
-    checksums, and for files of other libraries except torch.save, .nemo and .npz files, which have some. If a plain
-    file was downloaded from the Hugging Face Hub (its cache, or a local folder with `.cache/huggingface`), or is an
-    hf:// URI of a large file, the Hub's "sha256" is compared. With original, a file that can restore its plain file has
-    "original": the plain file's "sha256", and whether this was "compared" (False if the file stores no hash, for
-    example because the original came over a network). With tensors the dict is a `Comparison`: ok, and the names of
-    tensors that "differ", are "missing" in the model, or are "surplus" there. Raises CorruptError with tensor, chunk
-    and offset, FormatError, NotFoundError, and with tensors also the errors of `digest`. A tensor that differs raises
-    no error.
+    each file, "checked" is "contents", or only "structure" for files without checksums: plain safetensors, GGUF, and
+    files of other libraries except torch.save, .nemo and .npz. If a plain file was downloaded from the Hugging Face Hub
+    (its cache, or a local folder with `.cache/huggingface`), or is an hf:// URI of a large file, the Hub's "sha256" is
+    compared. With original, a file that can restore its plain file has "original": the plain file's "sha256", and
+    whether this was "compared" (False if the file stores no hash, for example because the original came over a
+    network). With tensors the dict is a `Comparison`: ok, and the names of tensors that "differ", are "missing" in the
+    model, or are "surplus" there. Raises CorruptError with tensor, chunk and offset, FormatError, NotFoundError, and
+    with tensors also the errors of `digest`. A tensor that differs raises no error.
     """
     check_values(original=original, storage_options=storage_options)
     if original and tensors is not None:
