@@ -42,7 +42,7 @@ def _load_next_block(tensors: list[torch.Tensor], name: str) -> None:
     if (place := _places.get(name)) is None:
         return
     if (owner := place[0]()) is None:
-        raise NotSupportedError(f"overwire: offload: {name}: its model and its weights were deleted")
+        raise NotSupportedError(f"overwire: offload: {name}: its model was deleted, so its weights no longer exist")
     if (ring := owner._ring) is None or not ring._blocks:
         raise NotSupportedError(
             f"overwire: offload: {name}: its weights were not restored: call Offloaded.close() again"
