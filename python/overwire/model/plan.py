@@ -60,8 +60,8 @@ class PlannedTier:
     where: "resident" for weights that are not compressed, or the argument `where` of `offload`.
     device, host: bytes of device and host memory that the weights need.
     cost: the cost of a pass through the model, in words.
-    group: what `offload(group=)` changes if several GPUs of a host run the model, in words. Empty if a group cannot
-        share the weights. Each of N ranks then needs 1/N of `host`.
+    group: what `offload(group=)` changes if several GPUs of a host run the model, in words: each of N ranks needs 1/N
+        of `host`. Empty if a group cannot share the weights.
     """
 
     __module__ = "overwire"

@@ -390,7 +390,7 @@ def offload(
     room: the most device memory that compressed weights may take ("40GB", int). The default for "auto" is the free
         memory, minus (`slots` + 2) times the largest block, minus a fifth of the GPU's memory; on the CPU it is 0.
     source: a file or folder, as for `load_file`, with the model's names. The weights are read from there instead of
-        from the model, which may be on the meta device. Stored chunks of compressed files are taken as they are. With a
+        from the model, which may be on the meta device. Stored chunks of compressed files are used as they are. With a
         group, each rank reads only the chunks of its parts.
     blocks: modules, or their names, each of which is loaded as one block. By default the blocks are the children of
         the model's ModuleLists, and a child with more than a sixteenth of the model is divided further.

@@ -134,8 +134,8 @@ class BlockGroup:
         return self._check_streams(blocks[0])
 
     def _check_streams(self, block: StoredBlock) -> StoredBlock:
-        # Decodes a block with streams of files, to find out whether all bytes are right. Each rank decodes a part of
-        # the tensors, and all have about the same bytes. Collective.
+        # Decodes a block with streams of files, to find out whether all bytes are right. Each rank decodes some of the
+        # tensors, with about the same number of bytes as every other rank. Collective.
         members, owners = self._members, [0] * len(block.streams)
         nbytes = [0] * members.size
         for number in sorted(range(len(owners)), key=lambda number: -block.streams[number][1]):
@@ -268,7 +268,7 @@ def _digest_of(facts: object) -> bytes:
 
 
 def _most_stored_bytes(block: Block, source: Source | None) -> list[int]:
-    # Returns for each weight the largest length of its stream.
+    # Returns the largest possible length of each weight's stream.
     most = max_sizes([weight.parameter.nbytes for weight in block.weights])
     if source is None:
         return most

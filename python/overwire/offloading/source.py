@@ -96,8 +96,8 @@ class Source:
         return contents
 
     def load_streams(self, parts: list[tuple[int, int, int, int]], on_device: bool) -> None:
-        """Loads parts of streams to the host or the device, and compares all checksums. parts: the number of each
-        stream, the address, and the first and the last position."""
+        """Loads parts of streams to the host or the device, and compares all checksums. parts: for each part the number
+        of its stream, an address, and its range [lo, hi) of the stream's bytes."""
         if not parts:
             return
         assert self._streams is not None

@@ -60,8 +60,8 @@ class FileStream(NamedTuple):
 class StoredBlock(NamedTuple):
     """A stored block. streams: the offset in `memory` and the length of each tensor's stream, and the tensor bytes of
     its chunks. nbytes: the bytes of the decoded block in a slot, including gaps. digests: the digests of the tensors'
-    bytes, each of 16 bytes, or b"" as long as streams of files are not checked. files: the file's stream of each tensor
-    that has one, otherwise empty."""
+    bytes, each of 16 bytes, or b"" as long as streams of files are not checked. files: for each tensor its stream in a
+    file, or None; empty if there are no such streams."""
 
     places: list[Place]
     streams: list[tuple[int, int, int]]
@@ -189,9 +189,9 @@ def encode_block(
     """Stores the tensors of a block in the memory that `allocate` returns for their stored bytes, by default host
     memory. The tensors must be dense, with their dimensions in any order. They are not changed.
 
-    load: loads parts of the streams of files to the host or the device, given by the stream's number, the address, and
-    the first and the last position. Their chunks are stored as they are. They are decoded once, to find out whether all
-    bytes are right, and for the digests. In shared memory only this rank's part is loaded, and nothing is decoded.
+    load: loads parts of the streams of files to the host or the device, given by stream number, address, and range [lo,
+    hi) in the stream. Their chunks are stored as they are. They are decoded once, to find out whether all bytes are
+    right, and for the digests. In shared memory only this rank's part is loaded, and nothing is decoded.
 
     Raises OutOfMemoryError, DeviceError, CorruptError, and the errors of `load`.
     """
@@ -290,8 +290,8 @@ def check_streams(block: StoredBlock, device: torch.device) -> bytes:
 
 
 def copy_to_host(block: StoredBlock, numbers: Sequence[int] | None = None) -> StoredBlock:
-    """Returns a block with the given tensors of a block, or all, and no digests. Its stored bytes are in host memory
-    that is not page-locked. Raises OutOfMemoryError."""
+    """Returns a copy of a block with only the given tensors (by default all), without digests. Its stored bytes are in
+    host memory that is not page-locked. Raises OutOfMemoryError."""
     numbers = range(len(block.places)) if numbers is None else numbers
     places, streams = [block.places[number] for number in numbers], [block.streams[number] for number in numbers]
     spans, end = place_streams([length for _, length, _ in streams])
