@@ -308,7 +308,7 @@ def main(words: list[str]) -> None:
     parser.add_argument("--peer-rounds", type=int, default=3, help="rounds of peers other than InstantTensor")
     parser.add_argument("--state-rounds", type=int, default=5)
     parser.add_argument("--baseline", default="", help="a program compiled from copyways.cu")
-    parser.add_argument("--gpus", type=int, default=1, help="load to so many GPUs at the same time")
+    parser.add_argument("--gpus", type=int, default=1, help="number of GPUs to load to at the same time")
     parser.add_argument("--seconds", default="", help="time for the rounds of each number of cores (default: no limit)")
     parser.add_argument("--states", action="store_true")
     parser.add_argument("--peers", default=PEERS)

@@ -148,7 +148,7 @@ def relay_wait(job: int, piece: int, ms: int) -> int:
 
 
 def relay_decode(job: int, piece: int, stream: int) -> None:
-    """Decode a piece after the work queued on a stream (0 means none), and free its buffer."""
+    """Decode a piece after the work queued on a stream (0: none), and free its buffer."""
     core().call("relay_decode", "", pack("=3q", handle(job), piece, stream))
 
 
@@ -516,8 +516,7 @@ def digests(request: _requests.DigestsRequest) -> JobNumber:
 
 def feed_open(size: int, ahead: int) -> int:
     """Make a feed of pieces of `size` bytes. Sources that are opened with `fed` from now on request
-    pieces from it, up to `ahead` of them before they are read. It replaces the process's previous
-    feed."""
+    pieces from it, up to `ahead` of them before they are read. It replaces the previous feed."""
     return _number(core().call("feed_open", "", pack("=2q", size, ahead)))
 
 

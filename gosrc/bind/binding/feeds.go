@@ -13,8 +13,7 @@ import (
 func feedVerbs() []*Verb {
 	return []*Verb{
 		answered("feed_open", "Make a feed of pieces of `size` bytes. Sources that are opened with `fed` from now on "+
-			"request pieces from it, up to `ahead` of them before they are read. It replaces the process's previous "+
-			"feed.",
+			"request pieces from it, up to `ahead` of them before they are read. It replaces the previous feed.",
 			func(_ none, n []int64) (int64, error) {
 				f, err := fed.New(n[0], int(n[1]))
 				if err != nil {

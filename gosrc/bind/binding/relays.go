@@ -52,8 +52,7 @@ func relayVerbs() []*Verb {
 				there, err := r.AwaitOwnShare(int(n[0]), time.Duration(n[1])*time.Millisecond)
 				return truth(there), err
 			})).ints("job", "piece", "ms"),
-		answered("relay_decode",
-			"Decode a piece after the work queued on a stream (0 means none), and free its buffer.",
+		answered("relay_decode", "Decode a piece after the work queued on a stream (0: none), and free its buffer.",
 			ofNumbered(relayOf, func(r *relay.Relay, _ none, n []int64) (none, error) {
 				return none{}, r.DecodePiece(int(n[0]), uintptr(n[1]))
 			})).ints("job", "piece", "stream"),
