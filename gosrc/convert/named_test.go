@@ -69,8 +69,8 @@ func sameTree(t *testing.T, want, got map[string]string) {
 	}
 }
 
-// A folder converted to a store and back is the same byte for byte, including subfolders and auxiliary files. Its URI
-// may end in a slash or not, for every command that reads it.
+// A folder that is converted to a store and back has the same bytes, including subfolders and auxiliary files. For
+// every command that reads it, its URI may end with a slash.
 func TestStoredTree(t *testing.T) {
 	s := sourcetest.StartS3(t, false)
 	opt := format.Access{Options: source.Options{Storage: s.Options()}}

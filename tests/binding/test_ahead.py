@@ -109,7 +109,7 @@ def test_ugly_tensors_in_a_loop(tmp_path: Path, device: str) -> None:
             )
 
 
-def test_a_program_that_jumps_loads_only_requested_tensors(path: Path, loads: list[int], seed: int, device: str) -> None:
+def test_a_program_that_jumps_loads_only_its_tensors(path: Path, loads: list[int], seed: int, device: str) -> None:
     """If a program goes backwards, skips tensors or takes random pairs, only the requested tensors are loaded."""
     with ow.safe_open(path, "pt", device) as file:
         names = file.keys()

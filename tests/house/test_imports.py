@@ -29,7 +29,7 @@ whole = True
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_imported_waits_for_an_import_on_another_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
+def test_imported_waits_for_other_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
     """imported() waits for a module that another thread is importing. If the import fails, imported() returns None."""
     name = f"half_module_{fails}"
     (tmp_path / f"{name}.py").write_text(HALF)

@@ -167,7 +167,9 @@ def test_archives_are_complete(tmp_path: Path) -> None:
         ({"bill": '{"components": [{"type": "library", "bom-ref": "other"}]}'}, [], "bill of materials"),
     ],
 )
-def test_missing_parts_of_archives_are_named(tmp_path: Path, options: dict[str, str], tracked: list[str], found: str) -> None:
+def test_missing_archive_parts_are_named(
+    tmp_path: Path, options: dict[str, str], tracked: list[str], found: str
+) -> None:
     assert any(found in fault for fault in release.incomplete(archives(tmp_path, **options), tracked, "1.2.3"))
 
 

@@ -255,7 +255,9 @@ def s3_at() -> Iterator[tuple[dict[str, Any], Path]]:
 
 
 @pytest.mark.slow
-def test_files_are_exchanged_through_s3(s3_at: tuple[dict[str, Any], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exchanged_files_on_s3(
+    s3_at: tuple[dict[str, Any], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Serialisers write to s3:// and deserialisers load from there, for each pair of libraries, by stream and by
     URI."""
     options, folder = s3_at

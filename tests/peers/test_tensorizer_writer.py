@@ -139,7 +139,9 @@ serializer.write_tensor(0, "a", 0, np.full(3, 2.0))
     [("", 2.0), ("os.kill(os.getpid(), signal.SIGKILL)", 1.0), ("raise KeyError", 1.0), ("os.fork() or sys.exit(); os.wait()", 2.0)],
     ids=["not closed", "killed", "exception", "forked"],
 )
-def test_writers_that_are_open_when_a_process_ends(end: str, left: float, tmp_path: Path, torch_script: Callable[..., Any]) -> None:
+def test_writers_open_when_a_process_ends(
+    end: str, left: float, tmp_path: Path, torch_script: Callable[..., Any]
+) -> None:
     """A writer that is not closed writes its file at exit. If the process is killed or its program fails, the older
     file stays, and the folder has no other files. A forked child writes nothing."""
     path = tmp_path / "x.tensors"

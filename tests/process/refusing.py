@@ -143,8 +143,8 @@ class Refusal:
         self, task: Iterable[Any], call: str = "", at: int = 1, number: int = 0, *, lasts: bool = False,
         timeout: float = 60,
     ) -> Any:
-        """Runs a task and returns its answer. The at-th call of a kind fails with errno `number`. With lasts, all later calls
-        also fail.
+        """Runs a task and returns its answer. The at-th call of a kind fails with errno `number`. With lasts, all later
+        calls also fail.
 
         Raises TimeoutError if the answer takes too long, and ConnectionError if the child has exited.
         """
