@@ -166,8 +166,9 @@ func (f renamedFS) RenameNew(from, to string) error {
 	return err
 }
 
-// If converting a tree to a new folder fails, all written files are removed, also those of a folder with several
-// models. Files that other programs have put into the folder meanwhile stay, also in place of a written file.
+// If converting a tree to a new folder fails, all written files are removed, including those of a folder with several
+// models. Files that other programs put into the folder in the meantime remain, even if one has replaced a written
+// file.
 func TestTreeFails(t *testing.T) {
 	for _, others := range []map[string]string{nil, {"notes.txt": "mine", "unet/config.json": "theirs"}} {
 		dir, _ := pipeline(t)

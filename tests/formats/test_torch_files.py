@@ -330,8 +330,8 @@ def test_functions_that_read_models_accept_torch_files(tmp_path: Path) -> None:
 
 
 def test_verify_reports_the_checksums_and_the_size_of_the_file(tmp_path: Path) -> None:
-    """verify says "contents" for archives with checksums, which it compares, and "structure" for other files. It and
-    inspect state the size of the file itself."""
+    """verify compares the checksums of archives that have them and reports "contents". For other files it reports
+    "structure". verify and inspect state the size of the file itself."""
     numpy = pytest.importorskip("numpy")
     tensors = {"a": torch.ones(5000), "empty": torch.empty(0)}
     torch.save(tensors, tmp_path / "a.pt")
