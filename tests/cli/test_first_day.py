@@ -307,7 +307,7 @@ def test_keys(run: Run, tmp_path: Path) -> None:
 
 
 def test_a_delta(run: Run, tmp_path: Path) -> None:
-    """Deltas are saved and applied in Python. `overwire delta` says so."""
+    """Deltas are saved and applied in Python. The error of `overwire delta` names the Python function."""
     base, new = weights(0), weights(0) | {"layers.1.mlp.weight": weights(7)["layers.1.mlp.weight"]}
     ow.save_delta(new, base, tmp_path / "d.safetensors")
     ow.apply_delta(base, tmp_path / "d.safetensors")

@@ -1,5 +1,5 @@
-"""Runs the ranks of tests/groups/test_deaths.py. The arguments name a point. There rank 1 of three dies, stops, fails
-or never arrives. The other ranks must report it, leave nothing open, and load again in a new group."""
+"""Runs the ranks of tests/groups/test_deaths.py. The arguments name a point at which rank 1 of three ranks dies,
+stops, fails or never arrives. The other ranks must report this, leave nothing open, and load again in a new group."""
 
 from __future__ import annotations
 

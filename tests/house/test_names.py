@@ -63,7 +63,7 @@ class Bytes:
 FORMS: list[Callable[[bytes], Any]] = [lambda path: path, os.fsdecode, lambda path: Path(os.fsdecode(path)), Bytes]
 
 
-def test_every_verb(tmp_path: Path) -> None:
+def test_every_function(tmp_path: Path) -> None:
     """Each Python function accepts names as bytes, strings and paths. 14 similar names are 14 separate files."""
     folder = os.fsencode(tmp_path)
     for number, stem in enumerate(STEMS.values()):

@@ -117,7 +117,7 @@ def test_a_malformed_change_is_reported(
     assert (tree / "CHANGELOG.md").read_text() == ENTRY and (tree / "changes" / name).read_text() == line
 
 
-def test_a_first_release_keeps_honest_sections() -> None:
+def test_a_first_release_lists_fixes() -> None:
     """Fixes before the first release are listed as Fixed, because people also build from the repository."""
     first = "# Changelog\n\n## Unreleased\n\n### Added\n\n- All.\n"
     joined = changes.join_changes(first, [("Added", "More."), ("Fixed", "It.")], "0.1.0", "2026-01-01")

@@ -128,7 +128,7 @@ def test_experts(tmp_path: Path, kind: str, placement: str, world: int) -> None:
         assert seen[name] == (1 if own else world), name
 
 
-def test_experts_share_out() -> None:
+def test_experts_that_do_not_divide_evenly() -> None:
     """If the experts do not divide evenly, the first ranks have one more."""
     for count in (1, 5, 6, 128):
         for world in (1, 2, 3, 4, 8):

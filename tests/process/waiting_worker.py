@@ -484,7 +484,7 @@ def must_not() -> None:
 
 
 def must(_: Any) -> None:
-    """Raises a typed error after a success, because this call is expected to succeed."""
+    """Raises a typed error if the argument could be computed, because the caller counts a typed error as success."""
     raise_typed()
 
 

@@ -195,7 +195,7 @@ class Child:
             self.status = 0
 
     def wait(self, limit: float = PATIENCE) -> None:
-        """Waits for the process. It must end within limit in addition to the seconds of a round."""
+        """Waits for the process. It must end at most limit seconds after the time of the round is over."""
         self._wait(self._round.seconds + limit)
 
     def result(self, limit: float = PATIENCE) -> Any:
