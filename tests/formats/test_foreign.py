@@ -145,8 +145,7 @@ for got in (ow.load_file("ckpt"), ow.load_file("m.safetensors")):
 
 def test_trees_of_folders(tmp_path: Path) -> None:
     """A trainer's folder of checkpoints becomes a folder with the same structure, and torch.save files without tensors
-    are copied. A folder with only such files is refused. A folder with safetensors files next to a checkpoint is also
-    refused."""
+    are copied. A folder with only such files, or with safetensors files next to a checkpoint, is refused."""
     top = tmp_path / "checkpoint-5"
     dcp.save({"w": torch.ones(4)}, checkpoint_id=top / "pytorch_model_fsdp_0")
     dcp.save({"m": torch.zeros(4)}, checkpoint_id=top / "optimizer_0")

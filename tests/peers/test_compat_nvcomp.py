@@ -83,8 +83,7 @@ def test_enums(kind: str, members: dict[str, int]) -> None:
 
 
 def test_unmodified_programs_import_it(tmp_path: Any) -> None:
-    """Programs can import the module through the compat path or after install, even if other nvidia wheels are
-    installed."""
+    """Programs can import the module through the compat path or after install, even with other nvidia wheels."""
     (tmp_path / "nvidia" / "other").mkdir(parents=True)
     (tmp_path / "nvidia" / "other" / "__init__.py").write_text("here = True\n")
     folder, home = overwire.compat.path("nvcomp"), Path(overwire.__file__).parents[1]
@@ -228,8 +227,7 @@ def test_batches_of_arrays() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", NAMES)
 def test_round_trips(name: str, kind: nvcomp.BitstreamKind) -> None:
-    """Arrays, batches and empty data round-trip, with names in any case, and with the algorithm that the header
-    names."""
+    """Arrays, batches and empty data round-trip, with names in any case and with the header's algorithm."""
     codec = nvcomp.Codec(algorithm=name.swapcase(), bitstream_kind=kind)
     deduce = nvcomp.Codec() if kind is nvcomp.BitstreamKind.NVCOMP_NATIVE else codec
     for size in SIZES[:-1]:
@@ -249,8 +247,7 @@ def test_round_trips(name: str, kind: nvcomp.BitstreamKind) -> None:
 
 @pytest.mark.parametrize("name", sorted(OTHERS))
 def test_streams_of_reference_libraries(name: str) -> None:
-    """liblz4, snap, libzstd and zlib read and write RAW and WITH_UNCOMPRESSED_SIZE streams. NATIVE streams contain RAW
-    streams."""
+    """liblz4, snap, libzstd and zlib exchange RAW and WITH_UNCOMPRESSED_SIZE streams. NATIVE contains RAW streams."""
     encode, decode = OTHERS[name]
     for size in SIZES:
         plain = content(size)
@@ -311,8 +308,7 @@ def test_arguments_that_are_refused() -> None:
 
 
 def test_out() -> None:
-    """A result in the caller's memory has this memory's address. Of memory that is too small, only an overwire Array is
-    resized."""
+    """A result has the address of the caller's memory. If memory is too small, only an overwire Array is resized."""
     plain = content(5000)
     codec = nvcomp.Codec(algorithm="lz4")
     made = codec.encode(plain)
@@ -372,8 +368,7 @@ def test_configs() -> None:
 
 
 def test_checksums() -> None:
-    """A wrong checksum raises an error once, when its Array is first accessed. Strict decoding raises the error at
-    once."""
+    """A wrong checksum raises an error once, when its Array is first accessed, or during strict decoding."""
     codec = nvcomp.Codec(algorithm="snappy", checksum_policy=nvcomp.ChecksumPolicy.COMPUTE_AND_VERIFY)
     plain = content(100_000)
     good = codec.encode(plain)
@@ -480,8 +475,7 @@ def default_allocators() -> Any:
 
 @pytest.mark.usefixtures("default_allocators")
 def test_host_allocator() -> None:
-    """Results are in the allocator's memory, which is freed with its last holder. Old buffers stay valid after a
-    reset."""
+    """Results are in the allocator's memory, freed with their last holder. Old buffers stay valid after a reset."""
     pool, codec = Pool(), nvcomp.Codec(algorithm="lz4")
     nvcomp.set_host_allocator(pool)
     made = codec.encode(content(3000))
