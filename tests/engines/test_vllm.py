@@ -236,8 +236,7 @@ for kind in ("plain", "compressed"):
 
 
 def test_slices_are_loaded_in_place(engines: Path, model: Path) -> None:
-    """Slices are loaded to the memory to which the loader would copy them. If a loader does not only copy, it gets
-    tensors."""
+    """Slices are loaded to where the loader would copy them. A loader that does more than copy gets tensors."""
     code = """
 import vllm.model_executor.model_loader
 import overwire.integrations.load_plan.copies as copies
