@@ -174,7 +174,7 @@ def forged_digests(folder: Path) -> None:
 
 
 def forged_tensors(folder: Path) -> None:
-    """A tensor that this process has put into the store never replaces another one with its name, size and digest."""
+    """A tensor of the store never replaces a different tensor that has the same name, size and digest."""
     with running(folder):
         good = weights()["w0"]
         evil = {"w": same_digest(good)}

@@ -30,7 +30,7 @@ class Soak:
         self.setup, self.rng = setup, rng
         self.replicas: dict[int, list[Any]] = {node: [] for node in range(NODES)}
         self.uri, self.want, self.size = "", {}, 0
-        self.numbers = itertools.count(NODES)  # of the nodes that die
+        self.numbers = itertools.count(NODES)  # the numbers of the nodes that die
 
     def take(self, node: int | None = None) -> Any:
         """Returns an idle replica on the given node, or on a random node."""
@@ -72,7 +72,7 @@ def kill_owner(soak: Soak) -> Any:
 
 
 def kill_raylet(soak: Soak) -> Any:
-    """A node dies. Each time it is another one, because Ray starts actors on a dead node until it notices."""
+    """A different node dies each time, because Ray starts actors on a dead node until it notices the death."""
     number = next(soak.numbers)
     node = add_node(soak.setup.cluster, number)
     victim, *others = soak.setup.replica(number), soak.take(), soak.take()

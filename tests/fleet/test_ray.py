@@ -118,8 +118,8 @@ def test_wrong_bytes(setup: Setup, compress: bool) -> None:
 
 
 def test_damaged_read(setup: Setup) -> None:
-    """A process that reads wrong bytes from the store drops their piece, and reads the right bytes. Other processes get
-    only right bytes."""
+    """If a process reads wrong bytes from the store, it drops their piece and reads it again. Other processes get only
+    right bytes."""
     uri, want, _ = setup.model(True)
     first, second = setup.replica(0), setup.replica(1)
     setup.proxy.wrong = 1
@@ -129,7 +129,7 @@ def test_damaged_read(setup: Setup) -> None:
 
 
 def test_damaged_read_of_group(setup: Setup, tmp_path: Path) -> None:
-    """The same holds for the ranks of a group load to the host."""
+    """If a rank of a group load to the host reads wrong bytes, all ranks still get the right bytes."""
     uri, want, _ = setup.model(True)
     ranks = [setup.replica(0), setup.replica(1)]
     setup.proxy.wrong = 1

@@ -106,7 +106,7 @@ def every_name(options: dict[str, Any]) -> list[str]:
 
 
 def reads(group: Any, rank: int, ranks: int) -> None:
-    """Each rank reads its part of the stored chunks of each block. Ranks read a chunk between two parts twice."""
+    """Each rank reads its part of the stored chunks of each block. A chunk that lies in two parts is read twice."""
     folder = shared_folder(group)
     sides, chunk = {"small": 64, "large": 2048}, 1 << 20
     if rank == 0:
@@ -147,7 +147,7 @@ def shared_folder(group: Any) -> Path:
 
 
 def damaged(group: Any, rank: int, ranks: int) -> None:
-    """If a chunk is wrong, or the file is another one on a rank, all ranks raise, and the model is on meta again."""
+    """If a chunk is wrong, or one rank has a different file, all ranks raise an error, and the model is on meta again."""
     folder = shared_folder(group)
     if rank == 0:
         for name in ("one", "two"):
@@ -158,7 +158,7 @@ def damaged(group: Any, rank: int, ranks: int) -> None:
         for name in ("four", "five"):
             model = squares(128, "cpu")
             torch.manual_seed(len(name) + (name == "five"))
-            for parameter in model.parameters():  # bytes that do not compress, so that sizes are equal
+            for parameter in model.parameters():  # bytes that do not compress, so that the files have equal sizes
                 parameter.data = torch.randint(0, 256, (128, 256), dtype=torch.uint8).view(torch.bfloat16)
             ow.save_model(model, folder / f"{name}.safetensors", compress=True)
     dist.barrier(group)

@@ -89,7 +89,7 @@ class Stream:
 
 
 class Decoding:
-    """The result of `gpu.decode`, which is known after its work has run."""
+    """The result of the replaced `gpu.decode`. It is known after the work has run."""
 
     def __init__(self, stream: Stream) -> None:
         self.stream, self.position, self.results = stream, len(stream.todo) + 1, list[Any]()
