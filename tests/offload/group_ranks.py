@@ -147,7 +147,7 @@ def shared_folder(group: Any) -> Path:
 
 
 def damaged(group: Any, rank: int, ranks: int) -> None:
-    """If a chunk is wrong, or one rank has a different file, all ranks raise an error, and the model is on meta again."""
+    """If a chunk is wrong, or one rank has a different file, all ranks raise an error. The model is on meta again."""
     folder = shared_folder(group)
     if rank == 0:
         for name in ("one", "two"):
