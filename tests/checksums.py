@@ -1,4 +1,4 @@
-"""Recomputes the checksums of edited containers, for tests of damage that checksums would otherwise detect."""
+"""Recomputes the checksums of changed containers, for tests of damage that checksums would otherwise detect."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from overwire.portable.sums import crc32c
 
 
 def with_checksums(data: bytearray) -> bytes:
-    """Returns the container with recomputed checksums of its header, index and chunks. Chunks that reach past the end
-    of the file keep theirs."""
+    """Returns the container with recomputed checksums of its header, index and chunks. The checksums of chunks that
+    reach past the end of the file stay."""
     base = 8 + int.from_bytes(data[:8], "little")
     tensors, chunks, dims = struct.unpack_from("<3I", data, base + 16)
     table = base + 64 + 8 * dims + 64 * tensors

@@ -1,4 +1,4 @@
-"""Shares fixtures and helpers among the tests of the Python package."""
+"""Has fixtures and helpers for the tests of the Python package."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def pytest_configure() -> None:
-    """Restores the default SIGINT handler, because shells start background jobs with SIGINT ignored and children
-    inherit that."""
+    """Restores the default handler of SIGINT. Shells start background jobs with SIGINT ignored, and children inherit
+    this."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     share_cores(os.environ, len(os.sched_getaffinity(0)))
     processes.adopt()
@@ -29,16 +29,16 @@ def pytest_configure() -> None:
 
 
 def share_cores(env: MutableMapping[str, str], cores: int) -> None:
-    """Divides the cores among pytest's workers. Otherwise torch starts one thread per core in each worker, and threads
+    """Divides the cores among pytest's workers. Otherwise, torch starts one thread per core in each worker. Threads
     that spin while they wait make CPU work ten times slower."""
     workers = int(env.get("PYTEST_XDIST_WORKER_COUNT", 1))
     if workers > 1:
         env.setdefault("OMP_NUM_THREADS", str(max(1, cores // workers)))
 
 
-# The slowest tests run first. At the end, all other workers would wait for them.
+# The slowest tests run first. At the end, the other workers would have to wait for them.
 FIRST = ("test_transformers.py", "test_waiting.py", "test_process.py", "test_build.py")
-# Test files that start many processes or builds. `make quick` leaves them out.
+# These test files start many processes or builds. `make quick` leaves them out.
 HEAVY = """benches build compat_nvcomp demo distributed examples fastsafetensors fastsafetensors_later
     fastsafetensors_plugins fastsafetensors_release forked guides hostile_manifests http interrupts memory nyacomp_readme
     patch_safetensors pickle_hostile pickle_limits preload preload_identity process process_handles processes
@@ -55,7 +55,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def nothing_stays() -> Iterator[None]:
-    """Fails if a process that a test started is still running at the end, and kills it."""
+    """At the end, kills processes that tests have started and that still run, and fails if there are any."""
     yield
     warm.end()
     stayed = processes.left(float(os.environ.get("OVERWIRE_TEST_GRACE") or 30))
@@ -64,7 +64,8 @@ def nothing_stays() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def torch_is_imported_once(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fails unmarked tests that start a program which imports torch, because that takes seconds."""
+    """Fails a test without the mark imports_torch if it starts a program that imports torch, because this takes
+    seconds."""
     warm.anew.clear()
     yield
     marked = request.node.get_closest_marker("imports_torch") is not None
@@ -73,8 +74,8 @@ def torch_is_imported_once(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def one_gpu_for_all(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Gives a test marked whole_gpu exclusive use of the GPU, which the workers otherwise share. While it waits for
-    running tests to end, no new test starts."""
+    """Gives a test with the mark whole_gpu exclusive use of the GPU, which the workers otherwise share. While it waits
+    for running tests to end, no other test starts."""
     if request.path.parent.name != "gpu":
         yield
         return
@@ -91,14 +92,14 @@ def one_gpu_for_all(request: pytest.FixtureRequest, tmp_path_factory: pytest.Tem
 
 @pytest.fixture
 def seed(request: pytest.FixtureRequest) -> Iterator[int]:
-    """Returns a new seed for each run and prints it. OVERWIRE_TEST_SEED sets it."""
+    """Yields a new seed for each run and prints it. OVERWIRE_TEST_SEED sets the seed."""
     value = int(os.environ.get("OVERWIRE_TEST_SEED") or random.SystemRandom().randrange(1 << 32))
     print(f"seed {value} (OVERWIRE_TEST_SEED={value} repeats it)")
     yield value
 
 
 def soon(ok: Callable[[], bool], limit: float = 60) -> bool:
-    """Waits up to limit seconds until ok() is true. Background work ends later on a busy machine."""
+    """Returns whether ok() becomes true within limit seconds. On a busy machine, background work ends later."""
     until = time.monotonic() + limit
     while not ok() and time.monotonic() < until:
         time.sleep(0.01)
@@ -106,7 +107,7 @@ def soon(ok: Callable[[], bool], limit: float = 60) -> bool:
 
 
 def cleaned(*more: str) -> dict[str, str]:
-    """Returns the environment without the engine's settings and without variables that start with a given prefix."""
+    """Returns the environment without the engine's settings, and without variables with one of the given prefixes."""
     return {k: v for k, v in os.environ.items() if not k.startswith(("OVERWIRE_", "PRELOAD", *more))}
 
 
@@ -124,18 +125,19 @@ def _script(
 
 @pytest.fixture
 def torch_script(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Runs Python source in tmp_path, in a separate process that has imported only torch. The module warm says how."""
+    """Returns a function that runs Python source in tmp_path, in a separate process that has imported only torch. The
+    module warm explains it."""
     return _script(warm.run, tmp_path)
 
 
 @pytest.fixture
 def script(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Runs Python source in a fresh interpreter, in tmp_path."""
+    """Returns a function that runs Python source in tmp_path, in a fresh interpreter."""
     return _script(warm.fresh, tmp_path)
 
 
 def every_dtype() -> dict[str, Any]:
-    """Returns a tensor of each torch dtype that contains every byte value."""
+    """Returns a tensor of each torch dtype. Together, its elements contain every byte value."""
     import torch
     from overwire.frameworks.torch import _TYPES
 
@@ -146,7 +148,7 @@ def every_dtype() -> dict[str, Any]:
 
 
 def ugly() -> dict[str, Any]:
-    """Returns shapes and values that loaders often get wrong."""
+    """Returns tensors with shapes and values that loaders often get wrong."""
     import torch
 
     torch.manual_seed(7)
@@ -172,19 +174,19 @@ def ugly() -> dict[str, Any]:
 
 
 def raw(tensor: Any) -> bytes:
-    """Returns the logical bytes of a torch tensor or numpy array."""
+    """Returns the bytes of a torch tensor's or numpy array's elements, in row-major order."""
     if hasattr(tensor, "detach"):
         import torch
 
         dense = tensor.detach().resolve_conj().resolve_neg().contiguous()
-        # as_strided, because a single element may have any stride and view refuses some of them.
+        # A tensor of one element may have any stride, and view refuses some of them.
         flat = dense.as_strided((dense.numel(),), (1,))
         return flat.view(torch.uint8).numpy().tobytes() if dense.numel() else b""
     return tensor.tobytes()
 
 
 def same(a: Any, b: Any) -> None:
-    """Asserts equal dtype, shape and bytes."""
+    """Asserts that two tensors or arrays have equal dtype, shape and bytes."""
     assert a.dtype == b.dtype
     assert tuple(a.shape) == tuple(b.shape)
     assert raw(a) == raw(b)

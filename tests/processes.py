@@ -1,6 +1,6 @@
 """Starts programs for tests, each in its own process group, and kills the group when the test ends.
 
-A test that fails or is interrupted leaves no process running.
+So no process is left running if a test fails or is interrupted.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 
 
 def end(process: subprocess.Popen[Any]) -> None:
-    """Kills the remaining processes of the group that this process leads, and waits for this process's end."""
+    """Kills the remaining processes of the group that this process leads, and waits until this process has ended."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
@@ -40,8 +40,8 @@ def started(argv: list[str], **options: Any) -> Iterator[subprocess.Popen[Any]]:
 
 
 def plant_modules(folder: Path) -> list[str]:
-    """Writes Python files with names of modules that the command imports. Each writes the file ran-NAME if it runs.
-    Returns the beginning of an overwire command line, as pip installs it, that might run these files."""
+    """Writes Python files with the names of modules that the command imports. If such a file runs, it writes the file
+    ran-NAME. Returns the beginning of an overwire command line, as pip installs it, that might run these files."""
     for name in ("torch", "numpy", "json", "argparse", "signal", "subprocess", "overwire", "safetensors"):
         (folder / f"{name}.py").write_text(f"open('ran-{name}', 'w')\n")
     command = folder / "bin" / "overwire"
@@ -62,12 +62,12 @@ def overwire_serve(folder: Path, *options: str) -> Iterator[str]:
 
 
 def adopt() -> None:
-    """Makes this process the parent of every descendant that loses its parent, so that left() finds it."""
+    """Makes this process the new parent of all its descendants that lose their parent, so that left() finds them."""
     ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def left(grace: float) -> list[str]:
-    """Kills this process's descendants that do not end within grace seconds, and returns their command lines."""
+    """Kills those descendants of this process that do not end within grace seconds, and returns their command lines."""
     until = time.monotonic() + grace
     while (running := _descendants()) and time.monotonic() < until:
         time.sleep(0.02)
@@ -76,7 +76,7 @@ def left(grace: float) -> list[str]:
         for pid in running:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        running = _descendants()  # includes processes that were reparented to this one
+        running = _descendants()  # includes orphans, which now have this process as parent
     return stayed
 
 

@@ -1,4 +1,4 @@
-"""Starts real servers for tests: versitygw as S3, and redis-server. Both check passwords."""
+"""Starts real servers for tests: versitygw for S3, and redis-server. Both check credentials."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 S3_KEY = "AKIAOVERWIRETESTKEY1"
 S3_SECRET = "planted/Secret+OfTheS3Server0123456789ab"
 REDIS_PASSWORD = "planted-Redis-Password-0123456789"
-# No log, message or trace may contain any of these.
+# No log, message or trace may contain one of these.
 SECRETS = ("planted", S3_KEY, "X-Amz-Signature", "Credential=")
 
 
@@ -42,7 +42,7 @@ def _program(name: str, how: str) -> str:
     return path
 
 
-# A loopback address that no other test process uses, so that a free port stays free until a server binds it.
+# A loopback address that no other test process uses. A free port stays free until a server binds it.
 HOST = f"127.{64 + (os.getpid() >> 16 & 63)}.{os.getpid() >> 8 & 255}.{os.getpid() & 255}"
 
 
@@ -98,15 +98,15 @@ def s3() -> Iterator[tuple[dict[str, object], Path]]:
 
 
 class Front(BaseHTTPRequestHandler):
-    """A proxy in front of a store. It keeps the Host header, which is signed. It records each request as (method, path
-    with query, headers, status, size of the answer's body), and refuses requests that the test selects."""
+    """A proxy for a store. It passes on the Host header, which is signed. It records each request as (method, path with
+    query, headers, status, size of the answer's body), and refuses the requests that the test selects."""
 
     protocol_version = "HTTP/1.1"
     behind: str
     asked: list[tuple[str, str, Message, int, int]]
-    refuse: str  # requests with this text in their path are answered with AccessDenied
+    refuse: str  # the proxy answers requests with this text in their path with AccessDenied
     methods: tuple[str, ...]  # methods that are refused; empty means all
-    wrong: int  # how many of the next answers to GET, of 512 KiB or more, have one wrong byte
+    wrong: int  # this many of the next answers to GET of 512 KiB or more have one wrong byte
 
     def _forward(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
@@ -129,7 +129,7 @@ class Front(BaseHTTPRequestHandler):
                 self.send_header(name, value)
         if answer or "Content-Length" not in headers:
             self.send_header("Content-Length", str(len(answer)))
-        with contextlib.suppress(ConnectionError):  # the client may be gone
+        with contextlib.suppress(ConnectionError):  # the client may have disconnected
             self.end_headers()
             self.wfile.write(answer)
 
@@ -141,7 +141,7 @@ class Front(BaseHTTPRequestHandler):
 
 @contextmanager
 def front(url: str) -> Iterator[tuple[str, type[Front]]]:
-    """Yields the URL of a `Front` before a server, and the proxy class, which holds its records and settings."""
+    """Yields the URL of a `Front` for a server, and the proxy class, which has its records and settings."""
     kind = type("OneFront", (Front,), {"behind": url.split("/")[2], "asked": [], "refuse": "", "methods": (), "wrong": 0})
     server = ThreadingHTTPServer(("127.0.0.1", 0), kind)
     threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -154,8 +154,8 @@ def front(url: str) -> Iterator[tuple[str, type[Front]]]:
 
 @contextmanager
 def redis(password: str | None = REDIS_PASSWORD, config: Path | None = None) -> Iterator[tuple[dict[str, object], str]]:
-    """Starts Redis, and yields its storage options and the prefix of its URIs. With password None the server asks for
-    none. config is a file that contains the password and replaces `password`."""
+    """Starts Redis, and yields its storage options and the prefix of its URIs. If password is None, the server needs no
+    password. config is a file that contains the password; it replaces `password`."""
     program = _program("redis-server", "a package of the system (Debian: redis-server)")
     with tempfile.TemporaryDirectory() as folder:
         port = _port()

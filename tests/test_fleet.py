@@ -1,4 +1,5 @@
-"""Tests the parts of loads through Ray that need no Ray: the engine's feed, the directory's rules, and the settings."""
+"""Tests the parts of loads through Ray that need no Ray: the engine's feed, the rules of the directory, and
+settings."""
 
 from __future__ import annotations
 
@@ -28,8 +29,8 @@ def s3() -> Iterator[tuple[dict[str, object], Path]]:
 
 
 class Supplier(threading.Thread):
-    """Answers the engine from a file's bytes. fault: changes the bytes of a piece before they are shared. trusted: the
-    engine does not check the changed bytes, as if the process that read them had got them from the store."""
+    """Supplies the engine with pieces of a file's bytes. fault: changes the bytes of a piece before they are shared.
+    trusted: the engine does not check the changed bytes, as if another process had got them from the store."""
 
     def __init__(self, data: bytes, fault: Any = lambda piece, data: data, trusted: bool = False) -> None:
         super().__init__(daemon=True)
@@ -56,7 +57,7 @@ class Supplier(threading.Thread):
                 try:
                     sums = _verbs.feed_read(self.feed, *key, address, size)["sums"]
                 except ow.errors.ArgumentError:
-                    continue  # closed since it asked
+                    continue  # the file was closed after the request
                 begin = event["piece"] * PIECE
                 expected = self.data[begin : begin + size]
                 shared = bytes(self.fault(event["piece"], expected))
@@ -73,13 +74,13 @@ class Supplier(threading.Thread):
 def _model(options: dict[str, object], name: str, compress: bool) -> dict[str, Any]:
     rng = np.random.default_rng(5)
     tensors = {f"t{at}": rng.normal(size=(at * 40_000 + 7,)).astype(np.float32) for at in range(11)}
-    # Files that are copied into the server's folder have no ETags.
+    # Files that are only copied into the server's folder would have no ETags.
     ow.save_file(tensors, f"s3://models/{name}", compress=compress, storage_options=options)
     return tensors
 
 
 def _load(uri: str, options: dict[str, object]) -> dict[str, Any]:
-    # Opens with `fed`, as `storage` does for ray=True, without Ray.
+    # Opens the file with `fed`, like `storage` with ray=True, but without Ray.
     from overwire.model import storage
 
     original = storage.feeds
@@ -92,7 +93,7 @@ def _load(uri: str, options: dict[str, object]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("compress", [True, False])
 def test_feed(s3: tuple[dict[str, object], Path], compress: bool) -> None:
-    """A load reads pieces that Python supplies, even if some are damaged, and frees them all."""
+    """A load uses the pieces that Python supplies, even if some are damaged, and frees all of them."""
     options, folder = s3
     name = f"{compress}.safetensors"
     tensors = _model(options, name, compress)
@@ -116,8 +117,8 @@ def test_feed(s3: tuple[dict[str, object], Path], compress: bool) -> None:
 
 
 def test_wrong_reader(s3: tuple[dict[str, object], Path]) -> None:
-    """If another process shares wrong bytes with matching checksums, the load reads the store. If the store's bytes are
-    also wrong, the load raises CorruptError."""
+    """If another process shares wrong bytes with matching checksums, the load reads the store. If the bytes of the
+    store are also wrong, the load raises CorruptError."""
     options, folder = s3
     tensors = _model(options, "wrong.safetensors", True)
     data = (folder / "wrong.safetensors").read_bytes()
@@ -140,7 +141,7 @@ def test_wrong_reader(s3: tuple[dict[str, object], Path]) -> None:
 
 
 def test_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without Ray, only ray=True is an error, which says what to install."""
+    """Without Ray, only ray=True raises an error. The error says what to install."""
     import sys
 
     monkeypatch.setitem(sys.modules, "ray", None)
@@ -161,7 +162,7 @@ def test_settings(monkeypatch: pytest.MonkeyPatch) -> None:
 async def _take(
     one: Directory, process: str, *numbers: int, room: int = 100, reads: Any = (), has: Any = (), name: str = "a"
 ) -> tuple[dict[int, Any], list[int], list[int]]:
-    """Asks for pieces of 10 bytes. A process "x2" is on the node "x"."""
+    """Requests pieces of 10 bytes. A process "x2" is on the node "x"."""
     wants = [(name, number, 10) for number in numbers]
     own = [(name, number) for number in reads]
     got = await one.take_work(process, process[0], room, wants, own, [(name, number) for number in has])
@@ -178,23 +179,23 @@ NOTHING: Any = ({}, [], [])
 
 def test_directory() -> None:
     """Each piece is read by one process and shared with all. It is read again if it is lost, if the read fails, or if
-    the process ends. Only the process that has the lease can share or fail a piece."""
+    the process ends. Only the process with the lease can share a piece or report that its read failed."""
 
     async def run() -> None:
         one = Directory()
         assert await _take(one, "x", 0, 1, 2, 3) == ({}, [0, 1], [])
         assert await _take(one, "y", 0, 1, 2, 3) == ({}, [2, 3], [])
-        assert await _take(one, "z", 0, 1, 2, 3) == NOTHING  # after a wait
+        assert await _take(one, "z", 0, 1, 2, 3) == NOTHING  # "z" waits and gets nothing
         waiting = asyncio.create_task(_take(one, "z", 0, 1))
         await asyncio.sleep(0.05)
         await one.add_wants("z", [("a", 2, 10)])
         assert not waiting.done()
         await _put(one, "y", 2, "ref")
         assert await waiting == ({2: ["ref"]}, [], [])
-        await one.drop([("a", 2)], "x")  # another owner
+        await one.drop([("a", 2)], "x")  # "x" does not own this piece, so nothing changes
         assert await _take(one, "w", 2) == ({2: ["ref"]}, [], [])
-        await one.fail(("a", 3), "x")  # not its lease
-        await _put(one, "x", 3, "wrong")  # likewise
+        await one.fail(("a", 3), "x")  # "x" does not have the lease
+        await _put(one, "x", 3, "wrong")  # "x" does not have the lease
         await _put(one, "x", 4, "wrong")  # no process has a lease
         assert [*one.pieces] == [("a", 2)]
         assert await _take(one, "w", 3) == NOTHING
@@ -203,14 +204,14 @@ def test_directory() -> None:
         await one.drop([("a", 2)], "y")
         assert await _take(one, "y", 2) == ({}, [2], [])
         await _put(one, "w", 3, "ref")
-        await one.drop(None, "w")  # it has ended
+        await one.drop(None, "w")  # "w" has ended
         assert await one.counts() == {"pieces": 0, "leases": 3, "bytes": 0}
         rules.LEASE = 0.2
-        assert await _take(one, "y", 5, reads=[2]) == ({}, [5], [])  # renews its lease
+        assert await _take(one, "y", 5, reads=[2]) == ({}, [5], [])  # "y" renews its lease
         await _put(one, "y", 2, "ref")
         await _put(one, "y", 5, "ref")
         assert await _take(one, "y", 6) == ({}, [6], [])
-        assert await _take(one, "z", 6) == ({}, [6], [])  # y's lease has ended
+        assert await _take(one, "z", 6) == ({}, [6], [])  # the lease of "y" has expired
 
     lease = rules.LEASE
     try:
@@ -220,7 +221,7 @@ def test_directory() -> None:
 
 
 def test_unused_directory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The pieces of a process that no longer calls are forgotten. Without processes, the directory ends."""
+    """If a process no longer calls, its pieces are forgotten. Without processes, the directory ends."""
     monkeypatch.setattr(rules, "SILENCE", 0.5)
 
     class One(Directory):
@@ -244,7 +245,7 @@ def test_unused_directory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_prefetched_secrets() -> None:
-    """Secrets in URIs and options are refused before they reach Ray, and are not in the message."""
+    """Secrets in URIs and options are refused before they reach Ray. The message does not contain them."""
     from overwire.integrations.ray import prefetch
 
     for uri, endpoint in (
@@ -259,7 +260,8 @@ def test_prefetched_secrets() -> None:
 
 
 def test_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A node never has more pieces than its room. Pieces that a reader still lacks are kept until it has them."""
+    """A node never has more pieces than fit into its room. A piece stays until every reader that needs it has got
+    it."""
     monkeypatch.setattr(rules, "FULL", 0.2)
 
     async def run() -> None:
@@ -269,7 +271,7 @@ def test_budget(monkeypatch: pytest.MonkeyPatch) -> None:
         for number in range(2):
             await _put(one, "x", number, number)
         assert await _take(one, "y", 0, 1, room=0) == ({0: [0], 1: [1]}, [], [])
-        assert await _take(one, "x", 2, room=20) == ({}, [], [2])  # y lacks both
+        assert await _take(one, "x", 2, room=20) == ({}, [], [2])  # "y" still needs both pieces
         assert await _take(one, "y", 3, room=0, has=[1]) == ({}, [], [3])
         assert await _take(one, "x", 2, room=20) == ({}, [2], [])
         assert list(one.pieces) == [("a", 0)]
@@ -277,7 +279,7 @@ def test_budget(monkeypatch: pytest.MonkeyPatch) -> None:
         await _put(one, "x", 2, 2)
         assert await _take(one, "x", 3, room=20) == ({}, [3], [])
         assert one.used["x"] == 20
-        # A process without room waits for another one that wants the piece and has room.
+        # A process without room waits for another process that needs the piece and has room.
         waiting = asyncio.create_task(_take(one, "z", 7, 8, 9))
         await asyncio.sleep(0)
         assert (await waiting)[1] == [7, 8]
@@ -289,7 +291,7 @@ def test_budget(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_directory_at_random() -> None:
-    """With random nodes, faults and sizes, the directory's counts stay right and no request waits forever."""
+    """With random nodes, faults and sizes, the directory's counts stay right, and no request waits forever."""
     seed = random.randrange(1 << 32)
     print("seed", seed)
     rng = random.Random(seed)

@@ -16,7 +16,7 @@ import numpy as np
 import overwire
 import pytest
 
-# Loads a model and prints a digest of its tensors, the counters and the log. The arguments are the path, the function,
+# Loads a model, and prints a digest of its tensors, the counters and the log. The arguments are the path, the function,
 # and whether to wait until this process has put the file into the store.
 LOAD = """
 import hashlib, json, logging, sys, time
@@ -96,7 +96,8 @@ def save(tmp_path: Path) -> Callable[..., Path]:
 
 @pytest.mark.parametrize("compress", [True, False])
 def test_second_process_loads_from_memory(store: Store, save: Callable[..., Path], compress: bool) -> None:
-    """The first load reads the file and puts it into the store; all functions of later processes read it there."""
+    """The first load reads the file and puts it into the store. In later processes, all functions read it from
+    there."""
     path = save("m.safetensors", compress=compress)
     time.sleep(0 if compress else 3.1)  # a plain file must have been unchanged for three seconds
     first = store.load(path, wait=True)
@@ -114,7 +115,7 @@ def test_second_process_loads_from_memory(store: Store, save: Callable[..., Path
 
 
 def test_changed_files_are_never_served(store: Store, save: Callable[..., Path]) -> None:
-    """A file that was replaced or written to is read from the disk, even if its modification time is restored."""
+    """If a file was replaced or written to, it is read from the disk, even if its modification time is restored."""
     path = save("m.safetensors", compress=False)
     time.sleep(3.1)
     assert store.command("put", str(path)).returncode == 0
@@ -134,8 +135,8 @@ def test_changed_files_are_never_served(store: Store, save: Callable[..., Path])
 
 
 def test_store_that_ends(store: Store, save: Callable[..., Path], tmp_path: Path) -> None:
-    """Without a store, and with one that does not answer, a load reads the file and logs one line. A new store replaces
-    the socket that a killed one has left behind."""
+    """If there is no store, or it does not answer, a load reads the file and logs one line. A new store replaces the
+    socket of a killed store."""
     path = save("m.safetensors")
     assert store.command("put", str(path)).returncode == 0
     before = store.load(path)
@@ -156,7 +157,7 @@ def test_store_that_ends(store: Store, save: Callable[..., Path], tmp_path: Path
         new.kill()
 
 
-# A store that serves a file with one byte changed, and prints each command. The arguments are the socket and the file.
+# A store that serves a file with one changed byte and prints each command. The arguments are the socket and the file.
 FAKE = """
 import fcntl, json, os, socket, struct, sys
 path, file = sys.argv[1:]
@@ -202,7 +203,7 @@ def test_wrong_bytes_in_memory(save: Callable[..., Path], tmp_path: Path) -> Non
 
 
 def test_commands(store: Store, save: Callable[..., Path], tmp_path: Path) -> None:
-    """put, list, drop and budget do what their help says, and refuse invalid arguments and files that do not fit."""
+    """put, list, drop and budget do what their help says. They refuse invalid arguments and files that do not fit."""
     path = save("m.safetensors")
     assert "kept" in store.command("put", str(path)).stdout
     assert "present" in store.command("put", str(path)).stdout
@@ -263,8 +264,8 @@ assert len(ow.load_file(sys.argv[1], framework="bytes", host=True)) and ow.metri
 
 
 def test_quiesce_waits_for_background_puts(store: Store, tmp_path: Path) -> None:
-    """quiesce waits until a file is in the store. Then the process has no connection to the store, and later calls
-    use it again."""
+    """quiesce waits until a file is in the store. Then the process has no connection to the store. Later calls use the
+    store again."""
     path = tmp_path / "m.safetensors"
     overwire.save_file({"w": np.arange(3_000_000, dtype="f4")}, path)
     words = [sys.executable, "-c", QUIESCE, str(path)]

@@ -1,4 +1,4 @@
-"""Tests that tensors in the host store sleep without a copy, in one process and in several, and without the store."""
+"""Tests that tensors in the host store sleep without a copy: in one process and in several, and without the store."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import torch
 from conftest import soon
 from test_host import Store
 
-# The engine reads OVERWIRE_HOST once, so each test runs in a process of its own.
+# The engine reads OVERWIRE_HOST only once, so each test runs in its own process.
 PROGRAM = """
 import os, sys
 from pathlib import Path
@@ -45,7 +45,7 @@ test_host_sleep.TEST(Path.cwd())
     ],
 )
 def test_sleep_in_the_host_store(name: str, torch_script: Callable[..., Any]) -> None:
-    """The functions of these names say what they check."""
+    """Each case is a function of this file. Its docstring says what it checks."""
     torch_script(PROGRAM.replace("FOLDER", repr(str(Path(__file__).parent))).replace("TEST", name))
 
 
@@ -78,14 +78,14 @@ def same(tensors: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> Non
 
 
 def unchanged_tensors(folder: Path) -> None:
-    """Only tensors that have changed since they were put into the store are compressed. While tensors sleep, their
-    entry is in use."""
+    """If tensors have changed since they were put into the store, only these tensors are compressed. While tensors
+    sleep, their entry is in use."""
     with running(folder) as store:
         tensors = weights()
         want, size = copies(tensors), sum(one.nbytes for one in tensors.values())
         memory = ow.prepare_sleep(tensors, host=True)
         assert memory.wait(60) and memory.nbytes == size
-        assert ow.prepare_sleep(tensors, host=True).wait(60)  # the store has them
+        assert ow.prepare_sleep(tensors, host=True).wait(60)  # the store already has the tensors
         (entry,) = store.report()["entries"]
         with ow.sleep(tensors, host=True) as asleep:
             assert (asleep.nbytes, asleep.released, asleep.stored) == (size, size, 0), asleep
@@ -101,13 +101,13 @@ def unchanged_tensors(folder: Path) -> None:
         same(tensors, want)
         assert len(store.report()["entries"]) == 1
         alone = {"other": want["w2"].clone(), "w2": want["w2"].clone()}
-        with ow.sleep(alone, host=True) as asleep:  # a stored tensor serves the tensor with its name
+        with ow.sleep(alone, host=True) as asleep:  # the entry serves only the tensor with its name
             assert 0.5 < asleep.stored / asleep.shared < 2
         same(alone, dict.fromkeys(alone, want["w2"]))
 
 
 def second_engine(folder: Path) -> None:
-    """Two processes with the same model use one memfd: the store does not grow, and neither process has a copy."""
+    """Two processes with the same model use one memfd. The store does not grow, and neither process has a copy."""
     ready, go = os.pipe()
     if not (child := os.fork()):
         os.close(go)
@@ -132,11 +132,11 @@ def second_engine(folder: Path) -> None:
 
 
 def engine(tensors: dict[str, torch.Tensor]) -> None:
-    """Sleeps and wakes, and compares the memory of this process."""
+    """Puts tensors to sleep and wakes them, and compares the memory of this process before and after."""
     want = copies(tensors)
     ow.prepare_sleep(tensors, host=True).wait(60)
     with ow.sleep(tensors, host=True):
-        pass  # allocates the buffers of a wake
+        pass  # the first wake allocates its buffers
     before = private_memory()
     with ow.sleep(tensors, host=True) as asleep:
         assert asleep.stored == 0
@@ -145,7 +145,7 @@ def engine(tensors: dict[str, torch.Tensor]) -> None:
 
 
 def closed_puts(folder: Path) -> None:
-    """No job reads the tensors after close, so their memory can be freed."""
+    """After close, no job reads the tensors, so their memory can be freed."""
     with running(folder):
         for delay in (0.05, 0.1, 0.15):
             tensors = {"w": torch.ones(96 << 20, dtype=torch.bfloat16)}
@@ -157,7 +157,7 @@ def closed_puts(folder: Path) -> None:
 
 
 def forged_digests(folder: Path) -> None:
-    """A stranger's file never replaces tensors that sleep, even if its tensors have their names and digests."""
+    """A file of another origin never replaces sleeping tensors, even if its tensors have the same names and digests."""
     with running(folder) as store:
         good, path = weights()["w0"], folder / "evil.safetensors"
         evil = same_digest(good)
@@ -174,7 +174,7 @@ def forged_digests(folder: Path) -> None:
 
 
 def forged_tensors(folder: Path) -> None:
-    """A tensor that this process has put into the store never replaces another one with its name, size and digest."""
+    """A tensor of the store never replaces a different tensor that has the same name, size and digest."""
     with running(folder):
         good = weights()["w0"]
         evil = {"w": same_digest(good)}
@@ -189,7 +189,8 @@ def forged_tensors(folder: Path) -> None:
 
 
 def same_digest(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor with other bytes and the same digest: a sum of mixed words does not depend on their order."""
+    """Returns a tensor with other bytes and the same digest. This works because the digest's sum of mixed words does
+    not depend on their order."""
     first, second = 0xA54FF53A5F1D36F1, 0xBB67AE8584CAA73B
 
     def mixed(words: np.ndarray, first: int, second: int) -> np.ndarray:
@@ -210,15 +211,15 @@ def private_memory() -> int:
 
 
 def shared_memory() -> int:
-    """Returns the memory of memfds and files in memory, of all processes."""
+    """Returns how much memory memfds and files in memory of all processes use."""
     (row,) = (row for row in Path("/proc/meminfo").read_text().splitlines() if row.startswith("Shmem:"))
     return int(row.split()[1]) << 10
 
 
 def killed_engines(folder: Path) -> None:
-    """An engine that is killed while it puts tensors into the store, or while they sleep, leaves a whole entry or
-    nothing, which no process uses."""
-    delays = [None, 0.0, 0.03]  # None: while the tensors sleep
+    """If an engine is killed while it puts tensors into the store, or while they sleep, the store has the whole entry
+    or nothing, and no process uses the entry."""
+    delays = [None, 0.0, 0.03]  # None means: while the tensors sleep
     children = []
     for delay in delays:
         (ready, report_step), (go, start) = os.pipe(), os.pipe()
@@ -250,8 +251,8 @@ def killed_engines(folder: Path) -> None:
 
 
 def store_ends(folder: Path) -> None:
-    """Sleeping tensors keep the store's memory after the store was killed and another one has started. A sleep
-    without a store compresses the tensors."""
+    """If the store is killed and another store starts, sleeping tensors keep the memory of the first. Without a store,
+    a sleep compresses the tensors."""
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
@@ -279,7 +280,8 @@ def store_ends(folder: Path) -> None:
 
 
 def entries_stay(folder: Path) -> None:
-    """No other put and no smaller budget evicts an entry that sleeping tensors use; a drop does not change them."""
+    """If sleeping tensors use an entry, neither another put nor a smaller budget evicts it. A drop does not change the
+    tensors."""
     with running(folder) as store:
         tensors = weights()
         want = copies(tensors)
@@ -298,7 +300,7 @@ def entries_stay(folder: Path) -> None:
 
 
 def arguments(folder: Path) -> None:
-    """Wrong combinations are refused, and a store that must keep tensors has to exist."""
+    """Wrong combinations of arguments are refused. A store that must keep tensors must exist."""
     tensors = weights(1)
     with pytest.raises(ow.ArgumentError, match="to_file"):
         ow.sleep(tensors, host=True, to_file=folder / "x")

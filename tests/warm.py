@@ -2,8 +2,8 @@
 
 Importing torch takes most of the time of a small test program, so it happens once per pytest worker. `run` passes the
 program to a process that has imported only torch and torch._dynamo, which many torch functions import when they are
-called. That process forks, and the child runs the program as `python` would, including the interpreter's exit. Tests of
-importing torch, or of what happens before that, use the fixture `script`, which starts a separate process.
+called. This process forks, and the child runs the program like `python`, including the exit of the interpreter. Tests
+of the import of torch, or of the time before it, use the fixture `script`, which starts a separate process.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SLOWER = 10 if os.environ.get("OVERWIRE_TEST_SLOW") else 1
 
 
 class _Parent:
-    """The process that forks. It ends when `end` is called or this process ends."""
+    """The process that forks. It ends when `end` is called or when this process ends."""
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
@@ -38,7 +38,7 @@ class _Parent:
             self.process = subprocess.Popen(
                 [sys.executable, __file__, str(theirs.fileno())],
                 pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True,
-                env=os.environ | {"OPENBLAS_NUM_THREADS": "1"},  # a fork would lose its threads
+                env=os.environ | {"OPENBLAS_NUM_THREADS": "1"},  # a fork would lose threads
             )  # fmt: skip
         self.socket = ours
 
@@ -51,7 +51,7 @@ _parent: _Parent | None = None
 
 
 def end() -> None:
-    """Ends the process that forks, if it was started."""
+    """Ends the process that forks, if it has been started."""
     global _parent
     if _parent is not None:
         _parent.end()
@@ -62,8 +62,8 @@ def run(
     argv: Sequence[str | Path], *, cwd: Path | str | None = None, env: Mapping[str, str] | None = None,
     timeout: float = 240,
 ) -> subprocess.CompletedProcess[str]:
-    """Does the same as `subprocess.run([sys.executable, *argv], ...)` with text output. argv is "-c" and a program, or
-    a file, and the arguments."""
+    """Runs a program like `subprocess.run([sys.executable, *argv], ...)` with text output. argv is "-c" and a program,
+    or a file, followed by the arguments."""
     global _parent
     if _parent is None:
         _parent = _Parent()
@@ -97,20 +97,20 @@ def fresh(
     argv: Sequence[str | Path], *, cwd: Path | str | None = None, env: Mapping[str, str] | None = None,
     timeout: float = 240,
 ) -> subprocess.CompletedProcess[str]:
-    """Does the same as run in a fresh interpreter."""
+    """Runs a program like `run`, but in a fresh interpreter."""
     return subprocess.run(
         [sys.executable, *argv], cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout * SLOWER, check=False
     )
 
 
-# Command lines of programs that import torch, started by this process during the current test.
+# Command lines of programs that import torch and that this process has started during the current test.
 anew: list[str] = []
 _IMPORTS = re.compile(r"(?:^|; ?)(?:import|from) (?:torch|transformers|diffusers|vllm)\b", re.M)
 
 
 def watch() -> None:
-    """Records such programs in `anew` from now on. It recognises programs with torch imports in their text, not those
-    that import it through overwire."""
+    """Records programs that import torch in `anew` from now on. It recognises imports in the text of a program, but not
+    imports through overwire."""
     sys.addaudithook(_started)
 
 
@@ -143,7 +143,7 @@ def _exactly(s: socket.socket, n: int) -> bytes:
 
 
 def _serve(s: socket.socket) -> dict[str, Any]:
-    """Forks a child for each job and returns the job in the child. It never returns in the parent."""
+    """Forks a child for each job. Returns the job in the child, and never returns in the parent."""
     own = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     while True:
         size, fds, _, _ = socket.recv_fds(s, 8, 2)
@@ -167,13 +167,13 @@ def _serve(s: socket.socket) -> dict[str, Any]:
         os.environ.update(job["env"])
         named = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
         rest = (path for path in sys.path[1:] if path not in own)
-        # The test folders' shared modules are next to this file.
+        # The parent folder has modules that the test folders share.
         sys.path[:] = ["", *named, *rest, str(Path(__file__).parent)]
         return job
 
 
 def _begin(argv: list[str]) -> tuple[types.CodeType, dict[str, Any]]:
-    """Returns the program as code, in a new `__main__`."""
+    """Returns the code of a program, which will run in a new `__main__`."""
     main = types.ModuleType("__main__")
     main.__dict__["__builtins__"] = builtins
     sys.modules["__main__"] = main
@@ -195,11 +195,11 @@ if __name__ == "__main__":
     import torch._dynamo  # noqa: F401
 
     gc.collect()
-    gc.freeze()  # a collection in a child would otherwise copy pages of the imports
+    gc.freeze()  # otherwise, a collection in a child would copy pages of the imports
 
     assert os.listdir("/proc/self/task") == threads, "a fork would lose threads"
-    # Skips the exit handlers of torch's libraries, which unregister each kernel and take half a second of CPU time per
-    # child. Libraries that are loaded later end before this.
+    # Skips the exit handlers of torch's libraries. They unregister each kernel, which takes half a second of CPU time
+    # per child. Libraries that are loaded later are ended before this.
     libc = ctypes.CDLL(None)
     assert libc.on_exit(libc._exit, None) == 0
     exec(*_begin(_serve(socket.socket(fileno=int(sys.argv[1])))["argv"]))

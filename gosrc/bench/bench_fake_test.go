@@ -13,8 +13,8 @@ import (
 	"github.com/overwire/overwire/gosrc/device/cuda"
 )
 
-// Loads to a GPU are compared with the rate of the PCIe link, and with plain reading and copying in the same
-// run. Nothing leaks on the device.
+// Loads to a GPU are compared with the rate of the PCIe link, and with plain reading and copying in the same run.
+// Nothing leaks on the device.
 func TestRunFake(t *testing.T) {
 	end := cuda.Fake(2 << 30)
 	var text bytes.Buffer

@@ -11,8 +11,7 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
-// A whole run at a small size estimates its duration, has a value in every row, and
-// leaves no files behind.
+// A whole run at a small size estimates its duration, has a value in every row, and leaves no files.
 func TestRun(t *testing.T) {
 	dir := t.TempDir()
 	var text bytes.Buffer
@@ -52,7 +51,7 @@ func TestRun(t *testing.T) {
 }
 
 // Invalid options, a cancelled context, a missing or too small folder, and a file that does not exist cause typed
-// errors, and no files are left behind.
+// errors. No files are left.
 func TestRunRefuses(t *testing.T) {
 	done, cancel := context.WithCancel(context.Background())
 	cancel()

@@ -46,7 +46,7 @@ func made(t *testing.T, kind string) string {
 	return path
 }
 
-// Every wrong command line gets an exit status and a helpful message.
+// Every wrong command line exits with a status and a message that says what to write.
 func TestUsage(t *testing.T) {
 	dir := t.TempDir()
 	file := filepath.Join(dir, "x.safetensors")
@@ -217,8 +217,7 @@ func TestRoundTrip(t *testing.T) {
 	}
 }
 
-// A corrupt file gives exit status 1. The error names the tensor and the chunk, both as text and
-// in JSON.
+// A corrupt file gives exit status 1. The error names the tensor and the chunk, as text and in JSON.
 func TestDamage(t *testing.T) {
 	small := filepath.Join(t.TempDir(), "small.safetensors")
 	must(t, "compress", made(t, "llama-bf16"), "-o", small)
@@ -347,7 +346,7 @@ func TestLoad(t *testing.T) {
 }
 
 // The text output shows what was gained, and gives no rate for bytes that were not read.
-func TestAnswers(t *testing.T) {
+func TestResultTexts(t *testing.T) {
 	for _, c := range []struct {
 		in, out int64
 		want    string
@@ -392,7 +391,7 @@ func TestJSONFirst(t *testing.T) {
 }
 
 // --json and --help take effect anywhere on the command line, even after an invalid value.
-func TestBehindAWrongValue(t *testing.T) {
+func TestJSONAndHelpAfterAWrongValue(t *testing.T) {
 	if status, out, _ := overwire("load", "none", "--repeat", "0", "--json"); status != ExitUsage ||
 		!strings.Contains(out, `"ArgumentError"`) {
 		t.Errorf("status %d, %q", status, out)
@@ -402,7 +401,7 @@ func TestBehindAWrongValue(t *testing.T) {
 	}
 }
 
-// A cancelled command ends with 130 and leaves nothing behind.
+// A cancelled command exits with 130 and leaves no file.
 func TestInterrupted(t *testing.T) {
 	plain := made(t, "llama-bf16")
 	out := filepath.Join(filepath.Dir(plain), "out.safetensors")
@@ -552,7 +551,7 @@ func TestDoctorOfPreloads(t *testing.T) {
 }
 
 // If a file without an extension is written into a folder, it gets a name with which the folder can be opened.
-func TestFolderOfANameWithoutAnEnding(t *testing.T) {
+func TestFileWithoutAnExtensionInAFolder(t *testing.T) {
 	plain, dir := made(t, "llama-bf16"), t.TempDir()
 	bare := filepath.Join(dir, "bare")
 	must(t, "compress", plain, "-o", bare)

@@ -11,8 +11,7 @@ import (
 	"time"
 )
 
-// written writes the script for a shell and returns its path. It skips the test if the
-// shell is not installed.
+// written writes the script for a shell and returns its path. It skips the test if the shell is not installed.
 func written(t *testing.T, shell string) string {
 	t.Helper()
 	if _, err := exec.LookPath(shell); err != nil {
@@ -84,7 +83,7 @@ func TestCompletionZsh(t *testing.T) {
 	if got := said(t, t.TempDir(), "zsh", "-f", "-c", ask, script); !slices.Equal(got, []string{"_overwire"}) {
 		t.Errorf("overwire is completed by %q", got)
 	}
-	// Replace zsh's own functions, which only work in the line editor, to see their arguments.
+	// The script's arguments become visible: zsh's own functions, which work only in the line editor, are replaced.
 	ask = `function compdef { :; }; source "$0"; function _describe { print ${(P)2%%:*}; }; function _arguments { print -l -- "$@"; }
 		words=("$@"); CURRENT=$#; _overwire`
 	for _, c := range []struct{ line, want []string }{

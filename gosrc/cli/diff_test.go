@@ -19,8 +19,7 @@ func TestInspectTop(t *testing.T) {
 	}
 }
 
-// inspect --filter lists and counts only matching tensors, even with --digests. In a
-// pattern, * matches any characters.
+// inspect --filter lists and counts only matching tensors, even with --digests. In a pattern, * matches any characters.
 func TestInspectFilter(t *testing.T) {
 	a := made(t, "llama-bf16")
 	out := must(t, "inspect", a, "--filter", "*.mlp.*_proj.weight")
@@ -55,7 +54,7 @@ func TestDiffLimit(t *testing.T) {
 	}
 }
 
-// With --exit-code, the status of diff tells whether the models differ. diff still prints its result. --summary omits
+// With --exit-code, the status of diff says whether the models differ. diff still prints its result. --summary omits
 // the tensors.
 func TestDiffStatus(t *testing.T) {
 	a := made(t, "llama-bf16")

@@ -44,8 +44,8 @@ func fields(b []byte, lo, hi, step int, yield func(what string, changed []byte))
 	}
 }
 
-// pairs sets the 8-byte integers at two offsets to each pair of extremes. Their product can overflow even if neither
-// number is too large.
+// pairs sets the 8-byte integers at two offsets to each pair of extremes. The product of a pair can overflow even if
+// neither number is too large.
 func pairs(b []byte, first, second int, yield func(what string, changed []byte)) {
 	for _, v := range extremes {
 		for _, w := range extremes {
@@ -120,8 +120,8 @@ func small() []byte {
 	return b
 }
 
-// No integer in a file's header causes anything worse than a typed error. No command reports an internal bug, and the
-// engine still works afterwards.
+// Any integer in a file's header causes at most a typed error. No command reports an internal bug, and the engine still
+// works afterwards.
 func TestIntegers(t *testing.T) {
 	dir := t.TempDir()
 	path := func(name string) string { return filepath.Join(dir, name) }
@@ -192,7 +192,7 @@ func TestIntegers(t *testing.T) {
 			target := path("changed" + filepath.Ext(strings.ReplaceAll(c.kind, "tensors", "x.tensors")))
 			n := 0
 			c.mutate(c.file, func(what string, changed []byte) {
-				_ = os.Remove(target) // truncating a file to rewrite it waits for the disk
+				_ = os.Remove(target) // rewriting a truncated file would wait for the disk
 				if err := os.WriteFile(target, changed, 0o600); err != nil {
 					t.Fatal(err)
 				}

@@ -11,8 +11,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Keys and passwords come from files and variables, never from the command line, and no message shows them. Only the
-// key that encrypted a file decrypts it.
+// Keys and passwords come from files and variables, never from the command line, and no message shows them. A file can
+// only be decrypted with the key that encrypted it.
 func TestKeys(t *testing.T) {
 	plain := made(t, "llama-bf16")
 	dir := t.TempDir()

@@ -14,7 +14,7 @@ import (
 )
 
 // File names, file contents, and errors about them cannot control the terminal. JSON keeps the exact names.
-func TestNamesCannotSteerTheTerminal(t *testing.T) {
+func TestNamesCannotControlTheTerminal(t *testing.T) {
 	dir := t.TempDir()
 	name := "m\x1b]0;OWNED\x07\x1b[31m\u202e\u009b\n\x7f"
 	shown := `m\u001b]0;OWNED\u0007\u001b[31m\u202e\u009b\u000a\u007f`
@@ -82,7 +82,7 @@ func TestProgressLine(t *testing.T) {
 	}
 }
 
-// A command ends when its reader closes the pipe, and leaves no file behind.
+// If its reader closes the pipe, a command ends and leaves no file.
 func TestReaderGone(t *testing.T) {
 	folder := t.TempDir()
 	r, w, err := os.Pipe()

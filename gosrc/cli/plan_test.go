@@ -12,7 +12,7 @@ import (
 	"testing"
 )
 
-// layered writes a model of 16 layers of 1 MB and another 500 KB outside them, and returns its path.
+// layered writes a model with 16 layers of 1 MB and another 500 KB outside them, and returns its path.
 func layered(t *testing.T) string {
 	t.Helper()
 	header, end := `{"embed.weight":{"dtype":"U8","shape":[500000],"data_offsets":[0,500000]}`, 500_000
@@ -29,8 +29,8 @@ func layered(t *testing.T) string {
 	return path
 }
 
-// load --plan prints how much memory a load needs, and with --keep how much an offload would stream. doctor accepts a
-// model. Neither needs a GPU, and both refuse wrong input.
+// load --plan prints how much memory a load needs and, with --keep, how much an offload would stream. doctor accepts a
+// model as an argument. Neither needs a GPU, and both refuse wrong input.
 func TestPlan(t *testing.T) {
 	path := layered(t)
 	for keep, want := range map[string]int{"0": 0, "2MB": 2, "3500KB": 3, "1TB": 16} {

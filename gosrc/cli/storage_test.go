@@ -23,7 +23,7 @@ func TestStorageTexts(t *testing.T) {
 	}
 }
 
-// countText uses the singular for 1. All messages must use it for a number and its noun.
+// countText uses the singular for 1. Every message with a number and its noun must use it.
 func TestCounts(t *testing.T) {
 	for n, want := range map[int]string{0: "0 files", 1: "1 file", 2: "2 files", 12345: "12,345 files"} {
 		if got := countText(n, "file"); got != want {

@@ -42,8 +42,8 @@ func shapes(r *rand.Rand) map[string][]byte {
 }
 
 // A chunk is stored in its shortest encoding, and with codec 6 only if this saves 1/1024 of the bytes. It can be
-// decoded with its record, regardless of what the encoder encoded before.
-func TestEncodeTakesTheShortest(t *testing.T) {
+// decoded with its record, whatever the encoder encoded before.
+func TestEncodeChoosesTheShortest(t *testing.T) {
 	r := rand.New(rand.NewPCG(41, 1))
 	var kept Encoder
 	var buf []byte
@@ -95,7 +95,7 @@ func TestEncodeTakesTheShortest(t *testing.T) {
 	}
 }
 
-// Data whose period is not a multiple of the element size may be shorter if it is encoded as bytes.
+// If data has a period that is not a multiple of the element size, encoding it as bytes may be shorter.
 func TestEncodeTriesBytes(t *testing.T) {
 	row := make([]byte, 1001) // not a multiple of an element
 	for i := range row {

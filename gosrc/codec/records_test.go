@@ -120,9 +120,9 @@ func TestEveryKnownPair(t *testing.T) {
 	}
 }
 
-// With every codec, a record whose sizes differ from its buffers gives an argument error, and nothing is written. An
+// With every codec, a record with other sizes than its buffers gives an argument error, and nothing is written. An
 // unknown codec is reported as not supported.
-func TestRecordsThatDoNotFit(t *testing.T) {
+func TestRecordsWithWrongSizes(t *testing.T) {
 	for codec := range 256 {
 		for _, sizes := range [][4]uint32{{4, 4, 5, 4}, {4, 4, 4, 5}, {4, 4, 0, 4}, {4, 4, 4, 0}, {0, 0, 1, 0},
 			{4, 4, 1<<32 - 1, 4}, {4, 4, 4, 1<<32 - 1}} {
@@ -162,7 +162,7 @@ func TestUse(t *testing.T) {
 }
 
 // Many goroutines can decode chunks of several codecs into one tensor concurrently.
-func TestChunksTogether(t *testing.T) {
+func TestConcurrentChunks(t *testing.T) {
 	const seed, each = 81, 6000
 	r := rand.New(rand.NewPCG(seed, 0))
 	var e x16.Encoder

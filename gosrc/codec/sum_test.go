@@ -8,7 +8,7 @@ import (
 )
 
 // Sum equals the standard library's CRC-32C for every length and alignment.
-func TestSumIsTheStandardLibrarys(t *testing.T) {
+func TestSumEqualsTheStandardLibrary(t *testing.T) {
 	now := uint64(time.Now().UnixNano())
 	t.Logf("seed %d", now)
 	r := rand.New(rand.NewPCG(now, 0))

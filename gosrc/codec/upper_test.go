@@ -14,8 +14,8 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// All codecs, the digest and the checksum leave the upper halves of the vector registers clear. codec/x16 tests this
-// for each of its steps.
+// All codecs, the digest and the checksum clear the upper halves of the vector registers. codec/x16 tests this for each
+// of its steps.
 func TestUpperHalvesAreClear(t *testing.T) {
 	avxtest.Need(t)
 	now := uint64(time.Now().UnixNano())

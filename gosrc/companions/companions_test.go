@@ -12,8 +12,8 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
-// Find decides by the kind of a file whether it is copied. (Package convert tests links, caches, modes and whole
-// folders.)
+// Find decides by the kind of a file whether it is copied. (Tests of package convert cover links, caches, modes and
+// whole folders.)
 func TestFind(t *testing.T) {
 	dir := t.TempDir()
 	at := func(name string) string { return filepath.Join(dir, name) }
@@ -60,8 +60,8 @@ func TestFind(t *testing.T) {
 	}
 }
 
-// Copy copies all bytes. If the file has changed, it fails with a typed error that names the file. It stops if it is
-// cancelled or a write fails.
+// Copy copies all bytes. If the file has changed, it returns a typed error that names the file. It stops if it is
+// cancelled or if a write fails.
 func TestCopy(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "f")
 	want := make([]byte, 2*step+7)

@@ -58,7 +58,7 @@ func TestCompanionLinks(t *testing.T) {
 	})
 	same(t, in, read(t, filepath.Join(dst, "unet")))
 
-	// If the folder blobs is itself a link, it does not count as a cache's blobs.
+	// If the folder blobs is itself a link, it does not count as the blobs of a cache.
 	put(t, top, map[string]string{"bad/blobs": "-> .."})
 	src = filepath.Join(top, "bad", "snapshots", "rev")
 	put(t, src, map[string]string{"out.json": "-> ../../blobs/secret"})

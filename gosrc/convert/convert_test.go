@@ -31,7 +31,7 @@ func convert(t testing.TB, src []string, dst string, spec save.Spec) save.Report
 	return rep
 }
 
-func TestConvertThereAndBack(t *testing.T) {
+func TestConvertRoundTrip(t *testing.T) {
 	// Compressing and decompressing preserves tensors and metadata for any chunk size and number of parts. A
 	// decompressed file is the same as a plain file written from the tensors.
 	r := newRand(t)
@@ -53,7 +53,7 @@ func TestConvertThereAndBack(t *testing.T) {
 		{Compress: true, Parts: 2, ChunkBytes: 12288},
 		{Compress: true, Parts: 4, Threads: 1},
 	} {
-		convert(t, []string{at("packed")}, at("packed"), spec) // onto itself
+		convert(t, []string{at("packed")}, at("packed"), spec) // the file is converted to itself
 		if _, err := verify.Verify(bg, nil, []string{at("packed")}, format.Access{}, false); err != nil {
 			t.Fatalf("%+v: %v", spec, err)
 		}
@@ -109,7 +109,7 @@ func TestConvertFolder(t *testing.T) {
 	if len(es) != len(rep.Files)+1 {
 		t.Errorf("%v", es)
 	}
-	// Convert it onto itself, then to one file, then to other shards.
+	// The folder is converted to itself, then to one file, then to other shards.
 	convert(t, []string{src}, src, save.Spec{Compress: true})
 	same(t, in, read(t, src))
 	one := filepath.Join(t.TempDir(), "one.safetensors")
@@ -227,7 +227,7 @@ func TestConvertOneFileFolder(t *testing.T) {
 	same(t, in, read(t, file))
 }
 
-func TestConvertIntoAFolderNamedAsAFile(t *testing.T) {
+func TestConvertToAFolderWithTheNameOfAFile(t *testing.T) {
 	// An existing folder is treated as a folder even if its name looks like a file.
 	src, top := t.TempDir(), t.TempDir()
 	in := []save.Input{bf16("a", newRand(t), 64, 64), bf16("b", newRand(t), 64, 64)}
@@ -277,7 +277,7 @@ func TestConvertTree(t *testing.T) {
 	if v, err := verify.Verify(bg, nil, []string{dst}, format.Access{}, false); err != nil || len(v.Files) < 4 {
 		t.Error(err, v)
 	}
-	convert(t, []string{src}, src, save.Spec{Compress: true}) // onto itself
+	convert(t, []string{src}, src, save.Spec{Compress: true}) // the folder is converted to itself
 	same(t, in, read(t, filepath.Join(src, "vae")))
 	os.WriteFile(filepath.Join(src, "vae", "weights.safetensors.index.json"), []byte("{}"), 0o600)
 	gone := filepath.Join(t.TempDir(), "gone")
@@ -285,7 +285,7 @@ func TestConvertTree(t *testing.T) {
 		t.Error("a broken index was converted")
 	}
 	if _, err := os.Stat(gone); err == nil {
-		t.Error("something is left of a conversion that failed")
+		t.Error("a failed conversion has left files")
 	}
 	_, err := verify.Inspect(bg, []string{filepath.Join(src, "none")}, format.Access{})
 	if !errors.Is(err, errs.ErrNotFound) {

@@ -69,8 +69,8 @@ func sameTree(t *testing.T, want, got map[string]string) {
 	}
 }
 
-// A folder converted to a store and back is the same byte for byte, including subfolders and auxiliary files. Its URI
-// may end in a slash or not, for every command that reads it.
+// A folder that is converted to a store and back has the same bytes, including subfolders and auxiliary files. For
+// every command that reads it, its URI may end with a slash.
 func TestStoredTree(t *testing.T) {
 	s := sourcetest.StartS3(t, false)
 	opt := format.Access{Options: source.Options{Storage: s.Options()}}
@@ -166,8 +166,9 @@ func (f renamedFS) RenameNew(from, to string) error {
 	return err
 }
 
-// If converting a tree to a new folder fails, all written files are removed, also those of a folder with several
-// models. Files that other programs have put into the folder meanwhile stay, also in place of a written file.
+// If converting a tree to a new folder fails, all written files are removed, including those of a folder with several
+// models. Files that other programs put into the folder in the meantime remain, even if one has replaced a written
+// file.
 func TestTreeFails(t *testing.T) {
 	for _, others := range []map[string]string{nil, {"notes.txt": "mine", "unet/config.json": "theirs"}} {
 		dir, _ := pipeline(t)

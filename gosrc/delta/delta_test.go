@@ -205,9 +205,9 @@ func TestFile(t *testing.T) {
 	}
 }
 
-// TestRefusedBefore checks that a wrong base, shape or name, and overlapping memory are refused before any byte
-// changes.
-func TestRefusedBefore(t *testing.T) {
+// TestRefusedBeforeAnyChange checks that a wrong base, shape or name, and overlapping memory are refused before any
+// byte changes.
+func TestRefusedBeforeAnyChange(t *testing.T) {
 	now, base := trained(seeded(t))
 	f := reparse(t, layOutFile(t, encode(t, now, base)))
 	other := base.clone()
@@ -277,8 +277,8 @@ func (b *broken) apply() error {
 	return err
 }
 
-// The parts of Apply do the same as Whole. Check changes nothing and detects tensors that are not the base. Change
-// does not check again. Undo restores the base.
+// The parts of Apply together do the same as Whole. Check changes nothing, and detects tensors that differ from the
+// base. Change does not check again. Undo restores the base.
 func TestParts(t *testing.T) {
 	now, base := trained(seeded(t))
 	f := reparse(t, layOutFile(t, encode(t, now, base)))
@@ -359,7 +359,7 @@ func TestChain(t *testing.T) {
 		last := models[len(models)-1]
 		next := last.clone()
 		next.data[len(next.data)-1] = next.data[0]
-		for first := true; first || next.same(last); first = false { // a step without changes would make no gap
+		for first := true; first || next.same(last); first = false { // without a change, the chain would have no gap
 			for i := range next.data[:len(next.data)-1] {
 				if r.IntN(3) > 0 {
 					next.step(r, i, r.Float64()*r.Float64()*0.1)

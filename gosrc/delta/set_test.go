@@ -88,7 +88,7 @@ func TestShards(t *testing.T) {
 // Files that do not form one complete delta are refused with a typed error: a single shard, a missing shard, a shard
 // of another delta (even with the same tensors), a duplicate, two deltas in one folder, and an index that lists a
 // missing file.
-func TestShardsThatDoNotBelongTogether(t *testing.T) {
+func TestInconsistentShards(t *testing.T) {
 	r := seeded(t)
 	now, base := trained(r)
 	one := encode(t, now, base)

@@ -55,7 +55,7 @@ func TestFetch(t *testing.T) {
 	}
 	spec := Spec{URIs: uris, Storage: source.Options{Storage: map[string]string{"retries": "50"}}}
 	var got bytes.Buffer
-	for range 50 { // opening gives up earlier than reading
+	for range 50 { // opening retries less often than reading
 		got.Reset()
 		if _, err = Fetch(context.Background(), nil, spec, &got); err == nil {
 			break

@@ -116,7 +116,7 @@ func TestCache(t *testing.T) {
 
 // A file that changed a moment ago is not cached, because it may change again within the same clock tick. Invalid
 // files and sources without Settled are not cached either.
-func TestCacheKeepsNot(t *testing.T) {
+func TestFreshFilesAreNotCached(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "a.safetensors")
 	var c Cache
 	var reads atomic.Int64

@@ -315,7 +315,7 @@ func TestOpenAllLeavesNothingOpen(t *testing.T) {
 }
 
 // If several files cannot be opened, the error names the first in order. openSources does not wait for later files.
-func TestTheFirstMissingFileIsNamed(t *testing.T) {
+func TestErrorNamesTheFirstMissingFile(t *testing.T) {
 	failed := make(chan struct{})
 	open := func(ctx context.Context, uri string, outline source.Outline) (source.Source, error) {
 		switch uri {
@@ -443,13 +443,13 @@ func TestTheIndexDecides(t *testing.T) {
 			}
 		}
 	}
-	// It also selects the copy of a tensor that two files contain, if the files are named one by one.
+	// The index also selects the copy of a tensor that two files contain, if the files are named one by one.
 	ix, _, _, err := OpenAll(t.Context(), []string{dir + "2.safetensors", dir + "1.safetensors"}, open, Options{})
 	if err != nil || len(ix.Tensors) != 4 || ix.Tensors[0].Name != "a" || ix.Tensors[0].Source != 0 ||
 		ix.Tensors[3].Name != "more" {
 		t.Errorf("two named files: got %+v, %v", ix, err)
 	}
-	// It does not apply to tensors that the named files lack, or that only one of them has.
+	// The index does not apply to tensors that the named files lack, or that only one of them has.
 	put("3.safetensors", of(t, "a", "c"))
 	ix, _, _, err = OpenAll(t.Context(), []string{dir + "3.safetensors", dir + "1.safetensors"}, open, Options{})
 	if err != nil || len(ix.Tensors) != 5 { // both copies stay
@@ -479,7 +479,7 @@ func TestTheIndexDecides(t *testing.T) {
 
 // If the index is replaced while the shards are opened, they are opened again. A load gets the files of one save
 // or fails.
-func TestAnIndexThatIsReplaced(t *testing.T) {
+func TestIndexReplacedDuringOpen(t *testing.T) {
 	for _, where := range []string{"far", "near"} {
 		dir := "https://host/m/"
 		if where == "near" {

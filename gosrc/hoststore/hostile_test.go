@@ -359,7 +359,7 @@ func TestDigests(t *testing.T) {
 			t.Fatal(err)
 		}
 		find(0, nil, nil)
-		find(0, nil, map[string]digest.Sum{"b": sums["a"], "c": sums["b"]}) // digests of tensors with other names
+		find(0, nil, map[string]digest.Sum{"b": sums["a"], "c": sums["b"]}) // the digests of other names
 		find(1, b, map[string]digest.Sum{"a": {High: 4}})
 		find(1, all, nil)
 	}

@@ -167,7 +167,7 @@ func (c child) start(t *testing.T, change func(*exec.Cmd)) *process {
 	return p
 }
 
-// next returns the next line of the child, "" after its end.
+// next returns the next line of the child, or "" after its end.
 func (p *process) next() string {
 	if !p.lines.Scan() {
 		return ""

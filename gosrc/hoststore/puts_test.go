@@ -10,7 +10,7 @@ import (
 )
 
 // A file that the store does not have is put into it while a model reads it. If the model reads directly from the disk,
-// the put begins after the load, and AwaitPuts does not wait for that.
+// the put begins after the load, and AwaitPuts does not wait for it.
 func TestPutWhileLoading(t *testing.T) {
 	container, _ := files(t)
 	s := newStore(t, 1<<30)

@@ -60,8 +60,8 @@ func TestPutAndFetch(t *testing.T) {
 	})
 }
 
-// A name belongs to one state of one file. Another file with the same header has another name, because its other bytes
-// may be a stranger's.
+// A name belongs to one state of one file. A different file with the same header has a different name, because its
+// tensors may be different.
 func TestNames(t *testing.T) {
 	container, plain := files(t)
 	name := func(path string) (label, bool) {

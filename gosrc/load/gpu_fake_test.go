@@ -162,7 +162,7 @@ func TestOutOfMemory(t *testing.T) {
 
 // Kernels read chunks in pinned memory only for loads to the coherent device and loads that request it, although all
 // loads share one queue.
-func TestWhoReadsInPlace(t *testing.T) {
+func TestOnlySomeLoadsReadInPlace(t *testing.T) {
 	loadtest.UseEngine(t)
 	for _, spec := range []save.Spec{{Compress: true, ChunkBytes: 64 << 10}, {}} {
 		_, m, _ := loadtest.WriteModel(t, spec, "fp8-e4m3", 1<<18)

@@ -52,7 +52,7 @@ func TestInPlace(t *testing.T) {
 
 // Loads that read in place and loads through staging memory can run at the same time, and can use each other's queues
 // afterwards.
-func TestInPlaceBesideOthers(t *testing.T) {
+func TestInPlaceNextToOtherLoads(t *testing.T) {
 	loadtest.UseEngine(t)
 	_, m, want := loadtest.WriteModel(t, save.Spec{Compress: true, ChunkBytes: 64 << 10}, "fp16", 2<<20)
 	for range 3 {

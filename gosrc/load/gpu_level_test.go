@@ -16,7 +16,7 @@ import (
 
 // Files of level "smaller" have chunks that only the CPU decodes and chunks that the GPU decodes. Both load to a GPU
 // bit for bit, from the file and from pinned memory.
-func TestWholeSmaller(t *testing.T) {
+func TestLevelSmaller(t *testing.T) {
 	loadtest.UseEngine(t)
 	_, m, want := loadtest.WriteModel(t, save.Spec{Compress: true, Level: "smaller", ChunkBytes: 64 << 10}, "hostile",
 		0)

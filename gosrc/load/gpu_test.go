@@ -29,7 +29,7 @@ import (
 
 // Weights of every kind and dtype, compressed and plain, load into engine memory exported through DLPack, and into
 // memory of the caller at any offset.
-func TestWholeWay(t *testing.T) {
+func TestLoadEveryKind(t *testing.T) {
 	loadtest.UseEngine(t)
 	for _, kind := range weights.Kinds() {
 		if kind.Name == "moe-bf16" {
@@ -283,7 +283,7 @@ func TestSaveFromDevice(t *testing.T) {
 
 // A cast during the load gives the same bytes as a cast after it, for whole tensors and slices, from compressed,
 // partitioned and plain files. Dtypes without a kernel stay as they are.
-func TestCastWhileLanding(t *testing.T) {
+func TestCastDuringALoad(t *testing.T) {
 	loadtest.UseEngine(t)
 	d, err := cuda.Open(0)
 	if err != nil {
@@ -382,7 +382,7 @@ func TestCastWhileLanding(t *testing.T) {
 
 // Files load over HTTP as from a disk, with any number of connections, even if connections break. The report contains
 // the time spent waiting for responses.
-func TestWholeWayOverHTTP(t *testing.T) {
+func TestLoadOverHTTP(t *testing.T) {
 	loadtest.UseEngine(t)
 	for _, spec := range []save.Spec{{Compress: true, ChunkBytes: 128 << 10}, {}} {
 		path, near, want := loadtest.WriteModel(t, spec, "llama-bf16", 24<<20)

@@ -13,8 +13,8 @@ import (
 	"github.com/overwire/overwire/gosrc/save"
 )
 
-// A load to a GPU reads the store's memory. A model keeps that memory after the store has ended, and a model that is
-// opened then reads the file.
+// A load to a GPU reads the store's memory. An open model keeps this memory after the store has ended. A model that is
+// opened after that reads the file.
 func TestLoadsFromTheHostStore(t *testing.T) {
 	loadtest.UseEngine(t)
 	path, m, want := loadtest.WriteModel(t, save.Spec{Compress: true, ChunkBytes: 64 << 10}, "llama-bf16", 3<<20)

@@ -248,7 +248,7 @@ func TestCloseAtAnyMoment(t *testing.T) {
 }
 
 // If a file is truncated while it is open, the load gives a typed error that names the file.
-func TestTruncatedUnderUs(t *testing.T) {
+func TestTruncatedWhileOpen(t *testing.T) {
 	for _, mapped := range []bool{true, false} {
 		p, _ := write(t, "a", []int64{300_000}, []int64{300_000})
 		m := opened(t, Spec{URIs: []string{p}, Map: &mapped})

@@ -134,7 +134,7 @@ func TestFewMappings(t *testing.T) {
 }
 
 // A load of little data does not map the file.
-func TestLittleIsCopied(t *testing.T) {
+func TestSmallLoadsAreCopied(t *testing.T) {
 	path, want := write(t, "a", []int64{300}, []int64{500})
 	for range 3 {
 		m := opened(t, Spec{URIs: []string{path}})

@@ -11,7 +11,7 @@ import (
 
 // Attach and Start may run at the same time, because threads of a program may open and load the same model. The race
 // detector checks this.
-func TestJoinBesideStart(t *testing.T) {
+func TestAttachDuringStart(t *testing.T) {
 	off := false
 	spec, want := Spec{Map: &off}, [][]byte{}
 	for i := range 100 {

@@ -66,7 +66,7 @@ func TestReadWays(t *testing.T) {
 
 // If a file was truncated after it was opened, the load fails with a typed error in every read mode, and if the file
 // is mapped. The error has the offset of a missing byte and, if the file is read, the tensor.
-func TestTruncatedUnderALoad(t *testing.T) {
+func TestTruncatedInEveryReadMode(t *testing.T) {
 	for _, how := range append(ways, "mapped") {
 		path, _ := write(t, "a", []int64{1 << 20}, []int64{3 << 20}, []int64{100})
 		mapped := how == "mapped"

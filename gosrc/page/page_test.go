@@ -65,7 +65,7 @@ func TestModel(t *testing.T) {
 }
 
 // No page sends requests. Each has one marker for its data, and a policy that forbids requests.
-func TestPagesAskForNothing(t *testing.T) {
+func TestPagesSendNoRequests(t *testing.T) {
 	for name, body := range map[string]string{"model": modelBody, "trace": traceBody} {
 		text := staticPage(body)
 		for _, word := range []string{"http://", "https://", "src=", "url(", "import(", "fetch(", "@style@", "@script@",

@@ -76,9 +76,9 @@ func over(t *testing.T, all []*Peers) {
 	}
 }
 
-// The others can read what one process wrote and published. A piece counts as taken when all others have
+// Other processes can read what a process has written and published. A piece counts as taken when all of them have
 // released it.
-func TestTogether(t *testing.T) {
+func TestPublishAndRelease(t *testing.T) {
 	all := together(t, 3)
 	for from, p := range all {
 		unsafe.Slice((*byte)(p.Memory(from)), 8192)[8191] = byte(from + 1)
@@ -108,7 +108,7 @@ func TestTogether(t *testing.T) {
 
 // Processes that meet at a step see each other's values, even if one comes late. If a process has failed, has closed or
 // does not come, the others notice.
-func TestMeet(t *testing.T) {
+func TestProcessesMeet(t *testing.T) {
 	all := together(t, 3)
 	type seen struct {
 		values []uint32
@@ -158,7 +158,7 @@ func TestMeet(t *testing.T) {
 }
 
 // A waiting process is woken by the event, not only by its next poll.
-func TestBell(t *testing.T) {
+func TestEventWakesAWait(t *testing.T) {
 	usual := lifeEvery
 	lifeEvery = time.Hour
 	defer func() { lifeEvery = usual }()
@@ -189,7 +189,7 @@ func TestBell(t *testing.T) {
 }
 
 // A failure of one process ends the waits of all others with a typed error.
-func TestTrouble(t *testing.T) {
+func TestFailureEndsAllWaits(t *testing.T) {
 	all := together(t, 3)
 	all[2].Board.ReportFailure()
 	for _, p := range all[:2] {
@@ -201,7 +201,7 @@ func TestTrouble(t *testing.T) {
 }
 
 // A process that hangs is considered gone, and the others end.
-func TestSilence(t *testing.T) {
+func TestHangingProcess(t *testing.T) {
 	usual := silence
 	silence = 300 * time.Millisecond
 	defer func() { silence = usual }()
@@ -319,7 +319,7 @@ func TestKilled(t *testing.T) {
 }
 
 // An offer is refused if its descriptor refers to something else.
-func TestStrangers(t *testing.T) {
+func TestForeignDescriptors(t *testing.T) {
 	a, err := New(nil, 4096, 0, 2)
 	if err != nil {
 		t.Fatal(err)

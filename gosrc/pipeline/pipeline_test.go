@@ -470,7 +470,7 @@ func TestRunCancel(t *testing.T) {
 }
 
 // A failed read names the tensor that contains the unreadable byte, even if one read covers several tensors.
-func TestRunNamesWhatCannotBeRead(t *testing.T) {
+func TestRunNamesTheUnreadableTensor(t *testing.T) {
 	const each, tensors = 1000, 20
 	for bad := range tensors {
 		src := &sourcetest.Mem{Name: "m", Data: make([]byte, each*tensors)}

@@ -119,7 +119,7 @@ func TestJoin(t *testing.T) {
 }
 
 // Inspecting a file takes no tensors and leaves its preload to a load.
-func TestLook(t *testing.T) {
+func TestInspectionTakesNoTensors(t *testing.T) {
 	path := plainFile(t, "", "1234")
 	p := begin(t, load.Options{}, path)
 	m := opening(t, load.Spec{URIs: []string{path}})

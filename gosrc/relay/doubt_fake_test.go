@@ -42,8 +42,8 @@ func (d *damaged) ReadAt(ctx context.Context, p []byte, off int64) error {
 	return err
 }
 
-// Loads report wrong bytes to their source. A load to a GPU, or by a group to a GPU, raises CorruptError, and the next
-// one gets the right bytes. A group load to the host reads them again.
+// Loads report wrong bytes to their source. A load to a GPU, alone or in a group, raises CorruptError, and the next
+// load gets the right bytes. A group load to the host reads the bytes again.
 func TestDoubt(t *testing.T) {
 	_, m, _ := loadtest.WriteModel(t, save.Spec{Compress: true, ChunkBytes: 64 << 10}, "tied", 4<<20)
 	ix := m.Index()

@@ -86,7 +86,7 @@ func TestDecodeBeforeShare(t *testing.T) {
 }
 
 // Aim refuses a request for bytes that only another rank needs, because they are not sent.
-func TestAimAtAnothersOwn(t *testing.T) {
+func TestAimAtBytesOfAnotherRank(t *testing.T) {
 	m := plain(t, []int64{1000}, []int64{1000})
 	var needs []plan.Request
 	for rank := range 2 { // each rank needs one tensor
@@ -113,7 +113,7 @@ func TestAimAtAnothersOwn(t *testing.T) {
 
 // If Join fails because an offer's process does not exist, Unmapped is set. It is not set if the group load failed
 // earlier with a different ErrNotSupported.
-func TestUnmappedIsOfJoin(t *testing.T) {
+func TestUnmappedIsSetByJoin(t *testing.T) {
 	m := plain(t, []int64{7})
 	for _, earlier := range []bool{false, true} {
 		r, err := Start(m, &Spec{Size: 2 * 4096, Ranks: 2, Rank: 1, Mapped: true, Buffers: 1})

@@ -145,7 +145,7 @@ func TestRelayPrepared(t *testing.T) {
 
 // While two groups of slots wait for the GPU, no third group is submitted. Slots that readers fill in the meantime are
 // submitted together.
-func TestSlotsGoInGroups(t *testing.T) {
+func TestSlotsAreSubmittedInGroups(t *testing.T) {
 	end := cuda.Fake(512 << 20)
 	path, _, _ := loadtest.WriteModel(t, save.Spec{}, "", 24<<20)
 	m := loadtest.OpenModel(t, path)

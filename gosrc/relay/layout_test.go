@@ -147,7 +147,7 @@ func TestCuts(t *testing.T) {
 
 // Aliases with a different row size are sent with the column parts of their tensor, whole or cut along either
 // dimension. A request for a name that the spec does not share is refused, even if its bytes are sent.
-func TestAliasesTravel(t *testing.T) {
+func TestAliasesAreSent(t *testing.T) {
 	const golden = "../../tests/goldens/save/other-rows-1.0/parts.safetensors"
 	m, err := load.Open(t.Context(), load.Spec{URIs: []string{golden}})
 	if err != nil {

@@ -18,7 +18,7 @@ import (
 
 // Group loads without tensors also join each other, in any order: the first one stays until the last has joined. The
 // ranks map each other's memory in rank order.
-func TestNothingToBring(t *testing.T) {
+func TestGroupLoadsWithoutTensors(t *testing.T) {
 	m := plain(t, []int64{7})
 	const ranks = 3
 	relays, offers := make([]*Relay, ranks), make([]peers.Offer, ranks)

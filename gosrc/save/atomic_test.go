@@ -230,7 +230,7 @@ func TestCancelAtEachCall(t *testing.T) {
 	}
 }
 
-func TestNoRoom(t *testing.T) {
+func TestNoSpace(t *testing.T) {
 	// A save that cannot fit is refused with both numbers before anything is written.
 	dir := t.TempDir()
 	_, err := save.Write(bg, nil, save.Spec{Path: filepath.Join(dir, "m"), FS: &faultyFS{at: -1, full: true}},

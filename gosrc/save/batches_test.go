@@ -15,8 +15,8 @@ import (
 	"github.com/overwire/overwire/gosrc/verify"
 )
 
-// Many small tensors, with and without trials in memory, give the same file for any number of threads and when staged.
-// Every checksum is correct, and gaps in a batch are zero.
+// Many small and large tensors, plain or compressed, give the same file for any number of threads and when staged. The
+// file passes verification.
 func TestSmallTensors(t *testing.T) {
 	r := newRand(t)
 	var in []save.Input

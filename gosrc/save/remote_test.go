@@ -54,7 +54,7 @@ func object(t testing.TB, uri string, opt format.Access) []byte {
 }
 
 // A save to a store writes the same bytes as to disk: small objects, objects in many parts, plain and compressed.
-func TestFarIsNear(t *testing.T) {
+func TestRemoteSavesEqualLocalOnes(t *testing.T) {
 	s3 := sourcetest.StartS3(t, false)
 	red := sourcetest.StartRedis(t, false)
 	r := newRand(t)
@@ -101,7 +101,7 @@ func TestFarIsNear(t *testing.T) {
 
 // When shards are saved to a store, the index is written last. A new set replaces an old one and removes its files, but
 // no others.
-func TestFarShards(t *testing.T) {
+func TestRemoteShards(t *testing.T) {
 	s := sourcetest.StartS3(t, false)
 	opt := format.Access{Options: source.Options{Storage: s.Options()}}
 	r := newRand(t)
@@ -148,7 +148,7 @@ func TestFarShards(t *testing.T) {
 }
 
 // If any request fails, or the caller cancels, the store keeps the old model and nothing of the new one.
-func TestFarFailures(t *testing.T) {
+func TestRemoteFailures(t *testing.T) {
 	s := sourcetest.StartS3(t, false)
 	direct := format.Access{Options: source.Options{Storage: s.Options()}}
 	in := []save.Input{tiled("w", newRand(t), 2200)}
@@ -219,7 +219,7 @@ func TestFarFailures(t *testing.T) {
 }
 
 // Convert reads from one store and writes to another, including folders.
-func TestFarConvert(t *testing.T) {
+func TestRemoteConvert(t *testing.T) {
 	s := sourcetest.StartS3(t, false)
 	opt := format.Access{Options: source.Options{Storage: s.Options()}}
 	in := []save.Input{bf16("a", newRand(t), 64, 100), bf16("b", newRand(t), 64, 100)}

@@ -302,7 +302,7 @@ func TestProgress(t *testing.T) {
 	}
 }
 
-func TestBesideAnIndex(t *testing.T) {
+func TestFileNextToAnIndex(t *testing.T) {
 	// A single file is not written next to a shard index of its name, because the folder would still be loaded as the
 	// old model. With a shard limit it replaces the shards. A file that the index lists can also be replaced.
 	r := fixedRand()

@@ -146,7 +146,7 @@ func TestTwoSavesAtOnce(t *testing.T) {
 
 // If any request fails while shards are saved over shards, the store has either the old or the new model complete, and
 // no other files.
-func TestFarSetsAreReplaced(t *testing.T) {
+func TestRemoteSetsAreReplaced(t *testing.T) {
 	s := sourcetest.StartS3(t, false)
 	direct := format.Access{Options: source.Options{Storage: s.Options()}}
 	var fail, seen atomic.Int64
@@ -274,7 +274,7 @@ func TestConvertEveryModelOfAFolder(t *testing.T) {
 
 // Saving or converting the default model over its old files does not touch the shards of a variant, in either spelling
 // of their names.
-func TestAVariantIsAnotherFamily(t *testing.T) {
+func TestVariantsAreSeparateModels(t *testing.T) {
 	dir := t.TempDir()
 	for k, path := range []string{"model-00001-of-00002.fp16.safetensors", "model-00002-of-00002.fp16.safetensors"} {
 		write(t, save.Spec{Path: filepath.Join(dir, path)}, of(2, 2)[k:k+1])
@@ -321,7 +321,7 @@ func TestTwoIndexesOfOneFamily(t *testing.T) {
 }
 
 // If an index cannot be read, files that it may list are not removed, and the old set remains.
-func TestAnIndexThatIsNotRead(t *testing.T) {
+func TestUnreadableIndex(t *testing.T) {
 	for _, broken := range []string{"model.safetensors.index.fp16.json", "model.fp16.safetensors.index.json"} {
 		dir := t.TempDir()
 		path := filepath.Join(dir, "model.fp16.safetensors")
@@ -356,7 +356,7 @@ func TestAnIndexThatIsNotRead(t *testing.T) {
 }
 
 // An index with a missing shard is not converted: nothing is written, and the error names both.
-func TestConvertNoIndexWithoutItsShards(t *testing.T) {
+func TestIndexWithoutItsShardsIsNotConverted(t *testing.T) {
 	src, dst := t.TempDir(), filepath.Join(t.TempDir(), "out")
 	write(t, save.Spec{Path: filepath.Join(src, "model.safetensors")}, of(1, 3))
 	put(t, src, map[string]string{"model.safetensors.index.fp16.json": `{"weight_map":{"a":"gone.safetensors"}}`})

@@ -62,7 +62,7 @@ const request = "GET /x HTTP/1.1\r\nHost: h\r\n"
 // A client that stops reading or sending, or that only transfers single bytes, is disconnected: during a body,
 // a header, a request's body, and between requests, with and without ranges, lengths and faults. The next
 // waiting client is then served.
-func TestClientThatHolds(t *testing.T) {
+func TestStalledClient(t *testing.T) {
 	refuseLeft(t)
 	const size = 64 << 20 // more than the kernel's buffers hold
 	drip := func(c *net.TCPConn, stop <-chan struct{}, step func() error) {

@@ -33,7 +33,7 @@ func put(t *testing.T, path string, fill byte, inPlace bool) {
 
 // A different file of the same size and time has a different ETag, so that clients detect the change. Only a file that
 // is written continuously has a weak ETag.
-func TestStatesHaveETagsOfTheirOwn(t *testing.T) {
+func TestEachStateHasItsOwnETag(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "x")
 	s, err := New(filepath.Dir(path), Options{})
 	if err != nil {
@@ -87,7 +87,7 @@ func TestStatesHaveETagsOfTheirOwn(t *testing.T) {
 
 // If the file is replaced or written during a response, the response ends early and contains bytes of only one
 // state.
-func TestAnswersHaveOneState(t *testing.T) {
+func TestResponsesHaveOneState(t *testing.T) {
 	for name, opt := range map[string]Options{
 		"ranges": {}, "no ranges": {NoRanges: true}, "chunked": {Chunked: true},
 		"faults": {Faults: map[string]float64{"etag": 1}},

@@ -204,7 +204,7 @@ func TestSleepFakeLittleMemory(t *testing.T) {
 
 // A sleep does not invalidate or join a graph capture, by another thread or on the default stream, and does not wait
 // for other work.
-func TestSleepFakeBesideCapture(t *testing.T) {
+func TestSleepFakeDuringCapture(t *testing.T) {
 	smaller(t)
 	defer ended(t, cuda.Fake(64<<20))()
 	d, err := cuda.Open(0)

@@ -96,7 +96,7 @@ func TestSharedFake(t *testing.T) {
 }
 
 // Two processes with the same tensors on a GPU share one entry, and need no memory of their own while the tensors
-// sleep. If one is killed, the other still wakes. It also wakes after the store has ended.
+// sleep. If one process is killed, the other can still wake, even after the store has ended.
 func TestTwoEnginesFake(t *testing.T) {
 	const variable = "OVERWIRE_TEST_STORE"
 	if socket := os.Getenv(variable); socket != "" {

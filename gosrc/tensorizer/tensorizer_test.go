@@ -537,7 +537,7 @@ func TestOtherDTypes(t *testing.T) {
 
 // If its context ends, Key stops waiting, while the derivation continues. The next caller waits for that derivation,
 // but also returns if its own context ends.
-func TestDerivationIsLeft(t *testing.T) {
+func TestAbandonedDerivation(t *testing.T) {
 	long := Derivation{3, 128 << 20, make([]byte, 16)}
 	ctx := t.Context()
 	for left := false; !left; long.Passes *= 2 { // on a slow host, the derivation may end first

@@ -1,4 +1,4 @@
-"""Tests that safe_open reads ahead for a program that takes tensors in order, and only then."""
+"""Tests that safe_open reads ahead if a program requests tensors in order, and otherwise does not."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
 
 def layers(seed: int = 0, hidden: int = 64) -> dict[str, torch.Tensor]:
-    """Returns a model with numbered layers. Their names sort differently from their numbers."""
+    """Returns a model with numbered layers. Sorting by name and by number gives different orders."""
     make = torch.Generator().manual_seed(seed)
     made = {"embed.weight": torch.randn(200, hidden, generator=make)}
     for n in range(LAYERS):
@@ -35,7 +35,7 @@ def layers(seed: int = 0, hidden: int = 64) -> dict[str, torch.Tensor]:
 
 @pytest.fixture
 def loads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Records how many tensors each load asks for."""
+    """Records how many tensors each load requests."""
     counts: list[int] = []
     begin, begin_blocks = Model.begin, Model.begin_blocks
 
@@ -54,7 +54,7 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.fixture(params=DEVICES)
 def device(request: pytest.FixtureRequest) -> str:
-    """The CPU, and a GPU if there is one."""
+    """Returns the CPU, and a GPU if there is one."""
     return str(request.param)
 
 
@@ -73,8 +73,8 @@ def path(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("framework", ["pt", "np", "bytes"])
 @pytest.mark.parametrize("keys", ["keys", "offset_keys"])
-def test_a_loop_has_few_loads(path: Path, loads: list[int], framework: Any, keys: str) -> None:
-    """Every tensor equals load_file's, and a few loads read them all, in the order of names and of offsets."""
+def test_a_loop_needs_few_loads(path: Path, loads: list[int], framework: Any, keys: str) -> None:
+    """Every tensor equals load_file's, and few loads read all tensors, in the order of names and of offsets."""
     want = ow.load_file(path, framework=framework)
     loads.clear()
     with ow.safe_open(path, framework) as file:
@@ -109,8 +109,8 @@ def test_ugly_tensors_in_a_loop(tmp_path: Path, device: str) -> None:
             )
 
 
-def test_a_program_that_jumps_has_a_load_for_each(path: Path, loads: list[int], seed: int, device: str) -> None:
-    """A program that goes backwards, skips tensors or takes random pairs loads only the tensors it requests."""
+def test_a_program_that_jumps_loads_only_its_tensors(path: Path, loads: list[int], seed: int, device: str) -> None:
+    """If a program goes backwards, skips tensors or takes random pairs, only the requested tensors are loaded."""
     with ow.safe_open(path, "pt", device) as file:
         names = file.keys()
         pairs = [names[n : n + 2] for n in range(0, len(names) - 1, 2)]
@@ -124,8 +124,8 @@ def test_a_program_that_jumps_has_a_load_for_each(path: Path, loads: list[int], 
     assert loads == [1] * len(asked)
 
 
-def test_loops_that_leave_cost_little(path: Path, loads: list[int], device: str) -> None:
-    """A program that repeatedly takes a few tensors in order and then jumps causes few loads of unrequested tensors."""
+def test_short_loops_cause_few_extra_loads(path: Path, loads: list[int], device: str) -> None:
+    """If a program repeatedly takes a few tensors in order and then jumps, few other tensors are loaded."""
     want = ow.load_file(path)
     asked = 0
     with ow.safe_open(path, "pt", device) as file:
@@ -139,7 +139,7 @@ def test_loops_that_leave_cost_little(path: Path, loads: list[int], device: str)
 
 
 def test_a_tensor_read_twice_is_read_twice(path: Path, loads: list[int], device: str) -> None:
-    """Each read of a tensor returns separate memory, and the second read does not disturb the read-ahead."""
+    """Each read of a tensor returns separate memory. The second read does not disturb the read-ahead."""
     with ow.safe_open(path, "pt", device) as file:
         for name in file.keys():  # noqa: SIM118
             first, second = file.get_tensor(name), file.get_tensor(name)
@@ -149,7 +149,7 @@ def test_a_tensor_read_twice_is_read_twice(path: Path, loads: list[int], device:
 
 
 def test_no_more_than_two_windows_are_ahead(path: Path, monkeypatch: pytest.MonkeyPatch, device: str) -> None:
-    """At most two windows of tensors are loaded and not yet taken, however long the program works on one tensor."""
+    """At most two windows of tensors are loaded in advance, however long the program works on one tensor."""
     most = 150_000
     limit_windows(monkeypatch, most, most)
     begun = taken = 0
@@ -184,8 +184,8 @@ def test_tensors_larger_than_a_window_are_read_ahead(
     monkeypatch: pytest.MonkeyPatch,
     device: str,
 ) -> None:
-    """If each tensor fills a window of the largest size, one is read while the program works on the previous one.
-    Larger tensors are not read ahead."""
+    """If each tensor fills a window of the largest size, one tensor is read while the program works on the previous
+    one. Larger tensors are not read ahead."""
     large = layers()["layers.0.up.weight"].nbytes
     names = [f"layers.{n}.{part}.weight" for n in range(LAYERS) for part in ("down", "up")]
     for most in (large, large - 1):
@@ -199,7 +199,7 @@ def test_tensors_larger_than_a_window_are_read_ahead(
         assert sum(loads) == len(names) and (max(loads) > 1) == (most == large), loads
 
 
-def test_what_a_tensor_costs_does_not_grow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_window_sizes_are_computed_once_per_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The size of a window is computed once per window, not per tensor."""
     ow.save_file({f"{n:04}": torch.full((3,), n) for n in range(1000)}, tmp_path / "m")
     computed = []
@@ -211,8 +211,8 @@ def test_what_a_tensor_costs_does_not_grow(tmp_path: Path, monkeypatch: pytest.M
     assert 0 < len(computed) <= 4
 
 
-def test_a_limit_frees_what_is_ahead(path: Path, device: str) -> None:
-    """load_into with max_memory frees tensors that were read ahead beyond the limit, and the loop continues."""
+def test_max_memory_frees_tensors_that_were_read_ahead(path: Path, device: str) -> None:
+    """load_into with max_memory frees tensors that were read ahead and exceed the limit, and the loop continues."""
     want = ow.load_file(path)
     with ow.safe_open(path, "pt", device) as file:
         names = file.keys()
@@ -227,8 +227,8 @@ def test_a_limit_frees_what_is_ahead(path: Path, device: str) -> None:
 
 
 @pytest.mark.parametrize("compress", [True, False])
-def test_what_is_ahead_spoils_nothing(tmp_path: Path, compress: bool) -> None:
-    """A damaged tensor raises an error with its name only when it is loaded. The tensors before and after it load."""
+def test_a_damaged_tensor_that_was_read_ahead(tmp_path: Path, compress: bool) -> None:
+    """A damaged tensor raises an error with its name only when the program requests it. Other tensors load."""
     want = layers()
     ow.save_file(want, tmp_path / "m", compress=compress)
     with ow.safe_open(tmp_path / "m", "pt", mmap=False) as file:
@@ -251,8 +251,8 @@ def test_what_is_ahead_spoils_nothing(tmp_path: Path, compress: bool) -> None:
     assert len(failed) == int(compress) and (not compress or failed[0] in order[order.index(bad) - 1 :][:3])
 
 
-def test_dropped_in_the_middle(path: Path, device: str) -> None:
-    """Closing or dropping a file during read-ahead ends its loads. Tensors already taken stay valid."""
+def test_a_file_that_is_closed_during_read_ahead(path: Path, device: str) -> None:
+    """Closing or dropping a file during read-ahead ends its loads. Tensors that were returned stay valid."""
     want = ow.load_file(path)
     before = ow.doctor()["goroutines"]
     allocated = torch.cuda.memory_allocated() if device == "cuda" else 0
@@ -293,9 +293,9 @@ def test_threads_share_a_file(path: Path, device: str) -> None:
                     same(got[name].cpu(), want[name])
 
 
-def test_a_child_of_fork_reads_alone(torch_script: Callable[..., Any], tmp_path: Path) -> None:
-    """In the middle of a loop over a plain file, a forked child and its parent both continue reading. A lock held by
-    another thread of the parent does not block the child."""
+def test_a_forked_child_continues_a_loop(torch_script: Callable[..., Any], tmp_path: Path) -> None:
+    """A program forks in a loop over a plain file. Child and parent both continue, even if another thread of the parent
+    holds the lock."""
     ow.save_file(layers(), tmp_path / "m", compress=False)
     torch_script(
         """
@@ -326,8 +326,8 @@ assert right(names[10:])
 
 
 @pytest.mark.parametrize("face", ["own", "drop-in"])
-def test_a_rank_that_cuts_is_read_ahead(path: Path, loads: list[int], face: str, device: str) -> None:
-    """Equal cuts of each layer, as a tensor-parallel rank makes them, are read ahead as blocks in a few loads. A
+def test_slices_of_a_rank_are_read_ahead(path: Path, loads: list[int], face: str, device: str) -> None:
+    """Equal cuts of each layer, as a tensor-parallel rank makes them, are read ahead as blocks in few loads. A
     different cut is loaded separately."""
     want = ow.load_file(path)
     loads.clear()
@@ -348,8 +348,8 @@ def test_a_rank_that_cuts_is_read_ahead(path: Path, loads: list[int], face: str,
     assert len(loads) <= 16 < len(names), loads
 
 
-def test_a_cast_on_the_way(path: Path, loads: list[int], device: str) -> None:
-    """get_tensor and slices cast tensors that were read ahead, with the same result as load_file."""
+def test_casts_of_tensors_that_were_read_ahead(path: Path, loads: list[int], device: str) -> None:
+    """get_tensor and slices cast tensors that were read ahead. The results equal load_file's."""
     want = ow.load_file(path, dtype="float32")
     loads.clear()
     with ow.safe_open(path, "pt", device, dtype="float32") as file:
@@ -360,8 +360,8 @@ def test_a_cast_on_the_way(path: Path, loads: list[int], device: str) -> None:
             same(file.get_slice(name)[...].cpu(), want[name])
 
 
-def test_a_store_is_asked_a_few_times(path: Path, loads: list[int], device: str) -> None:
-    """Over HTTP a loop makes one load per window, not per tensor."""
+def test_a_loop_over_http_needs_few_loads(path: Path, loads: list[int], device: str) -> None:
+    """A loop over HTTP needs one load per window."""
     want = ow.load_file(path)
     loads.clear()
     with processes.overwire_serve(path.parent) as url, ow.safe_open(f"{url}{path.name}", "pt", device) as file:
@@ -371,11 +371,11 @@ def test_a_store_is_asked_a_few_times(path: Path, loads: list[int], device: str)
     assert len(loads) <= 6 and os.path.getsize(path) > 0
 
 
-# These tests copy loops from real programs and use the drop-in.
+# These tests use the drop-in in loops of real programs.
 
 
 def test_comfyui_loads_a_checkpoint(path: Path, loads: list[int], device: str) -> None:
-    """ComfyUI's loop over one file works. It takes every key and its tensor, and then the metadata."""
+    """ComfyUI's loop over one file works: it takes every key and its tensor, and then the metadata."""
     want = ow.load_file(path)
     loads.clear()
     state = {}
@@ -389,7 +389,7 @@ def test_comfyui_loads_a_checkpoint(path: Path, loads: list[int], device: str) -
 
 
 def test_one_tensor_of_many_is_kept(path: Path, loads: list[int], device: str) -> None:
-    """A loop that looks at each tensor and keeps one makes few loads and keeps only that tensor's memory."""
+    """A loop that looks at each tensor and keeps one needs few loads, and only the memory of this tensor stays."""
     want = ow.load_file(path)
     loads.clear()
     kept = None
@@ -403,8 +403,8 @@ def test_one_tensor_of_many_is_kept(path: Path, loads: list[int], device: str) -
     assert len(loads) <= 6
 
 
-def test_a_shard_is_dispatched(path: Path, loads: list[int], device: str) -> None:
-    """The loop of accelerate and transformers works. It takes slices of every name, then their shapes, then each whole
+def test_accelerates_loop_over_a_shard(path: Path, loads: list[int], device: str) -> None:
+    """The loop of accelerate and transformers works: it takes slices of every name, then their shapes, then each whole
     tensor in order."""
     want = ow.load_file(path)
     loads.clear()
@@ -444,8 +444,8 @@ with ow.patch_safetensors():
 
 @pytest.mark.slow
 def test_accelerate_dispatches_and_diffusers_reads(torch_script: Callable[..., Any], tmp_path: Path) -> None:
-    """accelerate's load into a model that is dispatched to several devices and diffusers' single-file reader read a
-    compressed file in a few loads, with every byte correct."""
+    """accelerate's load into a model on several devices, and diffusers' single-file reader, read a compressed file in
+    few loads, and every byte is right."""
     pytest.importorskip("diffusers")
     ow.save_file(layers(), tmp_path / "m.safetensors", {"format": "pt"})
     torch_script(

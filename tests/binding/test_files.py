@@ -1,4 +1,4 @@
-"""Tests save_file and load_file with every dtype, shape and kind of source, bit for bit."""
+"""Tests that save_file and load_file keep every bit, for every dtype, shape and kind of source."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def test_torch_round_trip(tmp_path: Path, compress: bool, make) -> None:
 
 @pytest.mark.parametrize("make", [every_dtype, ugly])
 def test_smaller(tmp_path: Path, make) -> None:
-    """At level "smaller" every tensor is unchanged and the file is not larger than at the default level. Converting
-    between the levels gives the same files as saving."""
+    """At level "smaller", every tensor is unchanged, and the file is at most as large as at the default level.
+    Converting between the levels gives the same files as saving."""
     tensors = make()
     tensors["weight"] = torch.randn(130, 333, generator=torch.Generator().manual_seed(3)).bfloat16()
     usual, small = tmp_path / "usual.safetensors", tmp_path / "small.safetensors"
@@ -88,7 +88,7 @@ def test_numpy_round_trip(tmp_path: Path, compress: bool) -> None:
         got.reshape(-1)[:1] = 0  # must not crash
 
 
-def test_plain_files_are_safetensors_own(tmp_path: Path) -> None:
+def test_plain_files_equal_those_of_safetensors(tmp_path: Path) -> None:
     tensors = {k: v for k, v in every_dtype().items() if k not in ("F4", "F8_E8M0")} | {
         k: v.resolve_conj().contiguous() for k, v in ugly().items()
     }
@@ -107,8 +107,8 @@ def test_plain_files_are_safetensors_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("metadata", [None, {}, {"a": "b"}])
-def test_no_metadata_and_empty_ones_are_kept_apart(tmp_path: Path, metadata) -> None:
-    """Plain files have the same header as safetensors writes, except for padding. Every reader reports the saved
+def test_missing_and_empty_metadata_are_distinguished(tmp_path: Path, metadata) -> None:
+    """Plain files have the same header as those of safetensors, except for padding. Every reader reports the saved
     metadata of plain and compressed files, even after conversion."""
 
     def header(data: bytes) -> bytes:
@@ -131,7 +131,7 @@ def test_no_metadata_and_empty_ones_are_kept_apart(tmp_path: Path, metadata) -> 
         assert file.metadata() == metadata
 
 
-def test_numpy_files_are_safetensors_own(tmp_path: Path) -> None:
+def test_safetensors_reads_plain_files_of_arrays(tmp_path: Path) -> None:
     arrays = {"a": np.arange(12.0).reshape(3, 4), "b": np.array(True), "c": np.empty((0, 2), np.int16)}
     ow.save_file(arrays, tmp_path / "m", compress=False)
     for name, array in safetensors.numpy.load_file(tmp_path / "m").items():
@@ -149,7 +149,7 @@ def test_the_two_frameworks_agree(tmp_path: Path) -> None:
     assert bytes(b & 15 if i % 2 == 0 else b >> 4 for b in two for i in (0, 1)) == np_["F4"].view(np.uint8).tobytes()
 
 
-def test_f6_comes_as_bytes(tmp_path: Path) -> None:
+def test_f6_tensors_load_as_bytes(tmp_path: Path) -> None:
     header = json.dumps({"a": {"dtype": "F6_E2M3", "shape": [2, 4], "data_offsets": [0, 6]}}).encode()
     (tmp_path / "m").write_bytes(len(header).to_bytes(8, "little") + header + bytes(range(6)))
     for framework in ("pt", "np"):
@@ -231,7 +231,7 @@ for name in ("m.safetensors", "../m.safetensors"):
 """)
 
 
-def test_relative_paths_stay_what_they_were(tmp_path: Path, monkeypatch) -> None:
+def test_relative_paths_are_resolved_at_the_call(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     ow.save_file({"a": torch.arange(4)}, "m.safetensors")
     file = ow.safe_open("m.safetensors")
@@ -239,7 +239,7 @@ def test_relative_paths_stay_what_they_were(tmp_path: Path, monkeypatch) -> None
     same(file.get_tensor("a"), torch.arange(4))
 
 
-def test_tied_tensors_come_back_apart(tmp_path: Path) -> None:
+def test_tied_tensors_load_as_separate_tensors(tmp_path: Path) -> None:
     tied = torch.randn(100, 50)
     report = ow.save_file({"a": tied, "b": tied, "c": tied.clone()}, tmp_path / "m")
     assert report.aliases == 2
@@ -258,8 +258,8 @@ def test_shards(tmp_path: Path) -> None:
         same(got[name], tensor)
 
 
-def test_the_same_file_comes_back(tmp_path: Path) -> None:
-    """Compressing and decompressing a file that safetensors wrote gives the original file. A model that was saved
+def test_decompression_gives_the_original_file(tmp_path: Path) -> None:
+    """If a file of safetensors is compressed and decompressed, the result is the original file. A model that was saved
     compressed has no original."""
     save = pytest.importorskip("safetensors.torch").save_file
     plain, small, back = (tmp_path / f"{name}.safetensors" for name in ("plain", "small", "back"))
@@ -360,9 +360,9 @@ NAMES = {
 }
 
 
-def test_dtypes_have_their_usual_names(tmp_path: Path) -> None:
-    """Names of dtypes mean the same for both frameworks, except that "float" is float64 in numpy. Non-floating dtypes
-    are refused in every notation."""
+def test_names_of_dtypes(tmp_path: Path) -> None:
+    """Names of dtypes mean the same in both frameworks, except that "float" is float64 in numpy. Dtypes that are not
+    floats are refused in every notation."""
     ow.save_file({"a": torch.ones(3)}, tmp_path / "m")
     for dtype, names in NAMES.items():
         for name in names.split():
@@ -394,7 +394,7 @@ def test_an_open_file_is_like_a_dict(tmp_path: Path) -> None:
             file["c"]
 
 
-def test_corruption_names_its_place(tmp_path: Path) -> None:
+def test_corruption_errors_name_tensor_and_chunk(tmp_path: Path) -> None:
     path = tmp_path / "m"
     ow.save_file({"good": torch.ones(5), "w": torch.randn(300, 300).bfloat16()}, path)
     data = bytearray(path.read_bytes())
@@ -431,7 +431,7 @@ except ImportError as e:
     assert isinstance(e, ow.MissingPackageError) and "pip install ml_dtypes" in str(e)
 else:
     raise AssertionError
-assert ow.last_report()["tensors"] == 1  # the report of "f", because the other load never began
+assert ow.last_report()["tensors"] == 1  # the report of the first load, because the second never began
 """
     )
 
@@ -450,7 +450,7 @@ report = ow.save_file({
     "one": ow.TensorSpec.of("BOOL", [], bytes([1])),
 }, "m")
 assert report.compressed == 1
-block[:] = b"ghijkl"  # it is no longer in use
+block[:] = b"ghijkl"  # save_file no longer uses it
 block.append(1)
 loaded = ow.load_file("m", framework="bytes")
 assert bytes(loaded["floats"]) == floats.tobytes()

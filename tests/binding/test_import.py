@@ -1,4 +1,4 @@
-"""Tests that importing overwire does no work, and that Python's tables equal the engine's."""
+"""Tests that importing overwire starts nothing, and that Python's tables equal the engine's."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_errors_pickle_and_show_their_message(name: str) -> None:
     assert (again.source, again.tensor, again.chunk, again.offset) == ("s", "t", 3, 4096)
 
 
-def test_dtype_table_is_the_engines() -> None:
+def test_the_dtype_table_equals_the_engines() -> None:
     source = (ROOT / "gosrc/tensor/dtype.go").read_text()
     table = {name: int(bits) for name, bits in re.findall(r'\{"(\w+)", (\d+)\}', source)}
     assert table == dtypes.BITS
@@ -97,7 +97,7 @@ def test_dtype_table_is_the_engines() -> None:
 
 def test_log_level_comes_from_the_environment() -> None:
     code = "import logging, overwire as ow\now.doctor()\nprint(logging.getLogger('overwire').level)"
-    # Many programs use the variables DEBUG and SILENT, so overwire only reads them with nyacomp's drop-in.
+    # Many programs use the variables DEBUG and SILENT, so overwire reads them only with nyacomp's drop-in.
     drop_in = "import overwire.compat.nyacomp\n"
     for env, more, level in (
         ({}, "", "0"), ({"OVERWIRE_LOG": "error"}, "", "40"), ({"SILENT": "1", "NUM_THREADS": "x"}, "", "0"), ({"DEBUG": "1"}, "", "0"),
@@ -112,8 +112,8 @@ def test_log_level_comes_from_the_environment() -> None:
     assert late.returncode == 0 and "DEBUG: no effect" in late.stderr
 
 
-def test_logs_speak_where_they_are_asked_for(script) -> None:
-    """OVERWIRE_LOG=info prints a line for each load and save on stderr, unless the program has configured logging."""
+def test_log_lines_are_printed_on_request(script) -> None:
+    """OVERWIRE_LOG=info prints a line on stderr for each load and save, unless the program has configured logging."""
     source = """
 import logging, sys
 import numpy, overwire as ow
@@ -159,7 +159,7 @@ def test_a_report_in_a_line() -> None:
 
 
 @pytest.mark.parametrize("module", ["fastsafetensors", "nyacomp", "safetensors.torch"])
-def test_drop_ins_bring_the_verbs_that_they_call(script, module: str) -> None:
+def test_drop_ins_import_the_functions_that_they_call(script, module: str) -> None:
     """Importing a drop-in also imports the modules that its first load needs."""
     verbs = {"fastsafetensors": ("stream",), "nyacomp": ("bundles.bundle", "bundles.loading"), "safetensors.torch": ("open",)}[module]
     script(

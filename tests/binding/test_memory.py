@@ -1,4 +1,4 @@
-"""Tests that tensors outlive their file and loader, and that memory is freed."""
+"""Tests that tensors stay valid without their file and loader, and that memory is freed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from overwire.model.opened import Model
 
 
 def resident() -> int:
-    """Returns the size of this process's anonymous memory, which the kernel cannot reclaim."""
+    """Returns the size of this process's anonymous memory. The kernel cannot reclaim this memory."""
     with open("/proc/self/smaps_rollup") as file:
         for line in file:
             if line.startswith(("Pss_Anon:", "Anonymous:")):
@@ -46,7 +46,7 @@ def test_tensors_outlive_the_file(tmp_path: Path, compress: bool, framework: str
 
 
 @pytest.mark.parametrize("mmap", [None, True, False])
-def test_writing_changes_neither_file_nor_neighbour(tmp_path: Path, mmap: bool | None) -> None:
+def test_writing_to_a_tensor_changes_neither_file_nor_other_tensors(tmp_path: Path, mmap: bool | None) -> None:
     tensors = {"a": torch.arange(5000.0), "b": torch.arange(5000.0)}
     path = tmp_path / "m"
     ow.save_file(tensors, path, compress=False)
@@ -73,7 +73,7 @@ def test_freeing_one_tensor_frees_its_memory(tmp_path: Path) -> None:
     assert loaded["t7"].sum() > 0
 
 
-def test_a_view_keeps_what_it_needs(tmp_path: Path) -> None:
+def test_a_view_keeps_its_tensors_memory(tmp_path: Path) -> None:
     ow.save_file({"a": np.arange(1000)}, tmp_path / "m")
     view = ow.load_file(tmp_path / "m", framework="np")["a"][3:9]
     tensor = ow.load_file(tmp_path / "m", framework="pt")["a"][3:9]
@@ -81,7 +81,7 @@ def test_a_view_keeps_what_it_needs(tmp_path: Path) -> None:
     assert view.tolist() == tensor.tolist() == list(range(3, 9))
 
 
-def test_a_thousand_loads_leave_nothing(torch_script) -> None:
+def test_a_thousand_loads_leak_nothing(torch_script) -> None:
     torch_script(
         """
 import gc, os, random, time
@@ -111,12 +111,12 @@ def one(i):
         ow.preload(path).wait(); ow.load_file(path)
 for i in range(200): one(i)
 gc.collect()
-# A busy machine may once need more threads. A leak grows after each thousand.
+# A busy machine may need more threads at one time. A leak grows after each thousand loads.
 for turn in range(4):
     base, fds, tasks = resident(), count("fd"), count("task")
     for i in range(1000): one(i)
     gc.collect()
-    until = time.monotonic() + 10  # some work ends after its answer
+    until = time.monotonic() + 10  # some work continues after its result is returned
     while count("fd") > fds and time.monotonic() < until: time.sleep(0.01)
     grown = resident() - base, count("fd") - fds, count("task") - tasks
     print(grown)
@@ -138,13 +138,13 @@ def test_exit_while_tensors_and_loads_live(tmp_path: Path, torch_script) -> None
         torch_script(f"import overwire as ow\n{tail}")
 
 
-def test_smaps_is_there() -> None:
+def test_smaps_exists() -> None:
     assert os.path.exists("/proc/self/smaps_rollup") and resident() > 0
 
 
-def test_memory_for_many_tensors_is_dense_and_their_own() -> None:
-    """Tensors for loads to a GPU are created by a cheaper call than torch.empty. They equal the tensors of torch.empty,
-    and the storage of each has exactly its size."""
+def test_memory_of_many_tensors_equals_that_of_torch_empty() -> None:
+    """Tensors for loads to a GPU are created by a cheaper call than torch.empty. They equal tensors of torch.empty, and
+    each storage has exactly the size of its tensor."""
     frame = frame_for("pt")
     shapes = [(), (0, 3), (2, 0, 4), (3, 1, 2), (5, 4, 6), (1,), (2, 8)]
     rows = [("", name, shape, 0, 0, 0, -1) for name in ("F32", "BF16", "F8_E4M3", "BOOL") for shape in shapes]
@@ -155,10 +155,10 @@ def test_memory_for_many_tensors_is_dense_and_their_own() -> None:
         assert tensor.is_contiguous() and tensor.untyped_storage().nbytes() == want.nbytes
 
 
-def test_tensors_share_what_the_driver_is_asked_for(seed: int) -> None:
-    """Each tensor is in one group. A group of several tensors stays within its limit, which is higher if all are
-    allocated at once. No two groups would fit into one, except the last. The smallest group comes first. If torch has
-    enough free cached memory, each tensor is separate."""
+def test_tensors_are_grouped_for_few_driver_calls(seed: int) -> None:
+    """Each tensor is in one group. A group of several tensors stays within its limit, which is higher if all groups are
+    allocated at once. The smallest group comes first. If torch has enough free cached memory, each tensor is its own
+    group."""
     from overwire.frameworks.torch import _group_sizes, divide_into_batches
 
     rng = random.Random(seed)
@@ -180,8 +180,8 @@ def test_tensors_share_what_the_driver_is_asked_for(seed: int) -> None:
 
 
 def test_batches_have_whole_groups(seed: int) -> None:
-    """Each tensor is in one batch, and the batches together contain the same groups as one batch would. While torch has
-    free cached memory, each tensor is separate."""
+    """Each tensor is in one batch. Together, the batches have the same groups as one batch. While torch has free cached
+    memory, each tensor is its own group."""
     from overwire.frameworks.torch import _group_sizes, divide_into_batches
 
     rng = random.Random(seed)
@@ -201,7 +201,7 @@ def test_batches_have_whole_groups(seed: int) -> None:
 
 
 def test_repeated_loads_take_no_more_memory(seed: int) -> None:
-    """A second and a third load of a model reuse the memory of the first. The test models torch's allocator, which
+    """The second and third load of a model reuse the memory of the first load. The test models torch's allocator, which
     splits the smallest free block that is large enough."""
     from overwire.frameworks.torch import divide_into_batches
 
@@ -217,7 +217,7 @@ def test_repeated_loads_take_no_more_memory(seed: int) -> None:
         def take(size: int, free: list[Any] = free, taken: list[int] = taken) -> tuple[int, int, int]:
             size = -(-size // 512) * 512
             if size <= 1 << 20:
-                return 0, -1, 0  # torch has a separate pool for those
+                return 0, -1, 0  # torch has a separate pool for small tensors
             if not any(part[0] >= size for part in free):
                 taken.append(20 << 20 if size < 10 << 20 else -(-size >> 21) << 21)
                 free.append((taken[-1], len(taken), 0))
@@ -252,8 +252,8 @@ def test_repeated_loads_take_no_more_memory(seed: int) -> None:
         assert sums[0] <= sum(size for size in sizes if size > 1 << 20) + (2 << 20) * len(taken)
 
 
-def test_a_gpu_is_made_ready_before_torch_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A bundle's GPU is prepared while its files are opened."""
+def test_a_gpu_is_prepared_while_a_bundle_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU is prepared while the files of a bundle are opened."""
     from overwire.bundles import loading
 
     named: list[str] = []
@@ -265,11 +265,11 @@ def test_a_gpu_is_made_ready_before_torch_is(tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("follows", [False, True])
-def test_memory_of_a_gpu_is_made_in_the_order_of_reading(
+def test_gpu_memory_is_allocated_in_the_order_of_reading(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, follows: bool
 ) -> None:
-    """Torch memory is allocated and passed to the load in the order of the file's bytes, so that reading does not wait
-    for a late allocation. A load that follows another one gets all memory in one batch."""
+    """Memory of torch is allocated and passed to the load in the order of the file's bytes, so that reading does not
+    wait for a late allocation. A load that follows another load gets all memory in one batch."""
     names = [f"blob.{n}" for n in range(40)]
     ow.save_file({name: torch.zeros(1 << 20, dtype=torch.uint8) for name in names}, tmp_path / "m", compress=False)
     batches: list[list[int]] = []
@@ -285,7 +285,7 @@ def test_memory_of_a_gpu_is_made_in_the_order_of_reading(
     model.device = model.lands = "meta"  # stands in for a GPU
     monkeypatch.setattr("overwire.frameworks.torch.stream_of", lambda device: 1)
     monkeypatch.setattr(Model, "start", lambda self, requests, *rest, **how: Job())
-    asked = [model.places[name] for name in names]  # in the order of the numbers, as in a pickle
+    asked = [model.places[name] for name in names]  # in the order of their numbers, as in a pickle
     assert asked != sorted(asked)
     model.begin(asked, frame_for("pt"), after=7 if follows else 0)
     assert [asked[at] for batch in batches for at in batch] == sorted(asked)

@@ -1,4 +1,4 @@
-"""Tests load_model and save_model, which load into a module's own tensors."""
+"""Tests save_model and load_model, which fills a module's own tensors."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def equal(a: nn.Module, b: nn.Module) -> None:
 
 
 @MODES
-def test_lands_in_the_modules_own_memory(tmp_path: Path, compress: bool) -> None:
+def test_load_model_fills_the_modules_own_memory(tmp_path: Path, compress: bool) -> None:
     source, target = fill(Tied(), 1), fill(Tied(), 2)
     ow.save_model(source, tmp_path / "m", compress=compress)
     before = {n: (p, p.data_ptr()) for n, p in target.named_parameters()}
@@ -53,7 +53,7 @@ def test_lands_in_the_modules_own_memory(tmp_path: Path, compress: bool) -> None
     assert target.head.weight is target.embed.weight
 
 
-def test_files_are_safetensors_own(tmp_path: Path) -> None:
+def test_plain_model_files_equal_those_of_safetensors(tmp_path: Path) -> None:
     source = fill(Tied(), 1)
     ow.save_model(source, tmp_path / "ours", {"who": "me"}, compress=False)
     safetensors.torch.save_model(source, str(tmp_path / "theirs"))
@@ -80,7 +80,7 @@ def test_other_dtypes_and_layouts_are_cast_into_place(tmp_path: Path) -> None:
     assert torch.equal(target[1].weight, source[1].weight.bfloat16())
 
 
-def test_meta_modules_get_what_was_loaded(tmp_path: Path) -> None:
+def test_meta_modules_get_the_loaded_tensors(tmp_path: Path) -> None:
     source = fill(Tied(), 1)
     ow.save_model(source, tmp_path / "m")
     with torch.device("meta"):
@@ -91,10 +91,10 @@ def test_meta_modules_get_what_was_loaded(tmp_path: Path) -> None:
     assert target.embed.weight.requires_grad
 
 
-def test_max_memory_is_of_what_is_loaded_beside(tmp_path: Path) -> None:
+def test_max_memory_counts_only_copies(tmp_path: Path) -> None:
     one, two = fill(nn.Linear(30, 40), 1), fill(nn.Linear(30, 40), 2)
     ow.save_model(one, tmp_path / "m")
-    ow.load_model(two, tmp_path / "m", max_memory=1)  # everything is loaded in place
+    ow.load_model(two, tmp_path / "m", max_memory=1)  # all tensors are loaded in place
     equal(one, two)
     half, kept = nn.Linear(30, 40).bfloat16(), fill(nn.Linear(30, 40), 3).bfloat16().weight.detach()
     half.weight.data.copy_(kept)
@@ -112,7 +112,7 @@ def test_max_memory_is_of_what_is_loaded_beside(tmp_path: Path) -> None:
     equal(one, empty)
 
 
-def test_mismatches_are_all_named_and_change_nothing(tmp_path: Path) -> None:
+def test_an_error_names_all_mismatches_and_nothing_changes(tmp_path: Path) -> None:
     ow.save_file({"weight": torch.ones(4, 3), "bias": torch.ones(4), "extra": torch.ones(1)}, tmp_path / "m")
     module = fill(nn.Linear(3, 4), 5)
     before = raw(module.weight)
@@ -133,7 +133,7 @@ def test_mismatches_are_all_named_and_change_nothing(tmp_path: Path) -> None:
 
 
 def test_a_mismatch_lists_few_names(tmp_path: Path) -> None:
-    """An error lists eight names of each kind and counts the rest, because a large model has thousands."""
+    """The error lists eight names of each kind and counts the others, because a large model has thousands."""
     model = torch.nn.ModuleDict({f"l{n}": torch.nn.Linear(2, 2) for n in range(1000)})
     ow.save_file({f"x{n}": torch.ones(1) for n in range(20)} | {f"l{n}.bias": torch.ones(1) for n in range(9)},
                  tmp_path / "m.safetensors")  # fmt: skip
@@ -146,7 +146,7 @@ def test_a_mismatch_lists_few_names(tmp_path: Path) -> None:
     assert len(missing) == 2 and len(surplus) == 29
 
 
-def test_joins_a_preload(tmp_path: Path) -> None:
+def test_load_model_joins_a_preload(tmp_path: Path) -> None:
     source, target = fill(Tied(), 1), fill(Tied(), 2)
     ow.save_model(source, tmp_path / "m")
     ow.preload(tmp_path / "m").wait()
@@ -155,7 +155,7 @@ def test_joins_a_preload(tmp_path: Path) -> None:
 
 
 def test_inside_compiled_functions(torch_script: Callable[..., Any]) -> None:
-    """torch.compile traces no function of overwire, not even the first one that it meets."""
+    """torch.compile does not trace overwire's functions, not even the first one that a compiled function calls."""
     torch_script("""
 import overwire as ow, torch
 
@@ -191,7 +191,7 @@ for function in (load, read, stream, fill, save):
 """)
 
 
-def test_the_cycle_collector_waits_for_whole_loads(tmp_path: Path) -> None:
+def test_loads_trigger_no_garbage_collection(tmp_path: Path) -> None:
     """Loading many tensors into a dict or a module, in one process or a group, triggers no garbage collection."""
     distributed = pytest.importorskip("torch.distributed")
     module = fill(Tied(), 1)

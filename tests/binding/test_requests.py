@@ -1,4 +1,4 @@
-"""Tests that the error for a wrong argument of a public function names the argument, its value and what is expected."""
+"""Tests that errors about wrong arguments name the argument, its value and the expected values."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STATE = {"a": torch.arange(10.0), "b": torch.ones(3)}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Makes a folder with a file and a delta for it, and makes that the working folder."""
+    """Makes a folder with a file and a delta for it the working folder."""
     path = tmp_path_factory.mktemp("requests")
     before = os.getcwd()
     os.chdir(path)
@@ -35,7 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     os.chdir(before)
 
 
-# The valid arguments of each function.
+# Valid arguments of each function.
 CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "apply_delta": (ow.apply_delta, {"tensors": dict(STATE), "delta": "d.safetensors"}),
     "compress": (ow.compress, {"source": "m.safetensors", "path": "x.safetensors"}),
@@ -76,7 +76,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
 BOOLS = ("no", 3, [])
 SWITCHES = "compress digests wait original measure trust strict in_order missing lenient mmap".split()
 SIZES = (-1, "4 apples", [], True)
-# Wrong values by argument name, and words of the message about what is expected.
+# Wrong values by argument name, and words that the message has about expected values.
 WRONG: dict[str, tuple[tuple[Any, ...], tuple[str, ...]]] = {
     "level": ((9, "best", None, ["default"]), get_args(options.Level)),
     "placement": ((9, "best", None), get_args(options.Placement)),
@@ -105,8 +105,7 @@ WRONG: dict[str, tuple[tuple[Any, ...], tuple[str, ...]]] = {
     )
     for name in names
 }
-# Arguments that have a different meaning, have an effect only together with another argument, or raise another
-# library's errors.
+# These arguments have another meaning, work only together with another argument, or raise errors of another library.
 OTHER = {
     ("sleep", "storage_options"),
     ("codecs.encode", "level"),
@@ -122,7 +121,7 @@ TABLE = [
 ]
 
 
-# Engine functions that a wrong request may call. They read device names and settings.
+# Engine functions that read device names and settings. A call with a wrong argument may use them.
 LOOKS = {"device", "knobs", "shown"}
 
 
@@ -146,8 +145,8 @@ class Recorder:
 
 @pytest.mark.parametrize(("name", "argument"), TABLE)
 def test_wrong_values(folder: Path, name: str, argument: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A wrong value of each argument is refused, with the argument's name and what is expected, before the engine
-    opens, starts or writes anything."""
+    """A wrong value of each argument is refused before the engine opens, starts or writes anything. The error has the
+    argument's name and the expected values."""
     function, arguments = CALLS[name]
     values, expected = WRONG[argument]
     before = sorted(path.name for path in folder.iterdir())
@@ -174,7 +173,7 @@ def test_every_function_is_in_the_table() -> None:
 
 @pytest.mark.parametrize("function", [ow.load_file, ow.stream, ow.plan, ow.safe_open, ow.load_model, ow.Pinned.load_file])
 def test_signatures_have_the_options(function: Any) -> None:
-    """inspect.signature, which a notebook's Tab key uses, shows each option by name."""
+    """inspect.signature, which the Tab key of a notebook uses, shows each option by name."""
     shown = inspect.signature(function).parameters
     assert "dtype" in shown or function is ow.load_model
     assert not any(one.kind is inspect.Parameter.VAR_KEYWORD for one in shown.values())
@@ -192,8 +191,8 @@ def test_signatures_have_the_options(function: Any) -> None:
         (ow.load_compressed_pickle, saveoptions.UnpickleOptions),
     ],
 )
-def test_signatures_of_saving_have_the_options(function: Any, kind: Any) -> None:
-    """Options of saving are shown by name with the function's default. An unknown option is refused."""
+def test_signatures_of_save_functions_have_the_options(function: Any, kind: Any) -> None:
+    """Each option of a save function is shown by name with its default. An unknown option is refused."""
     shown = inspect.signature(function).parameters
     assert kind.__optional_keys__ <= shown.keys()
     assert not any(one.kind is inspect.Parameter.VAR_KEYWORD for one in shown.values())
@@ -216,9 +215,9 @@ def test_waits_take_seconds(folder: Path, timeout: Any) -> None:
     os.remove("w.safetensors")
 
 
-def test_a_hint_is_a_keyword_of_the_verb() -> None:
-    """A function without device or framework arguments suggests neither. No function suggests the argument it
-    refuses."""
+def test_hints_name_arguments_that_the_function_has() -> None:
+    """The error of a function without a device or framework argument does not suggest this argument. No error suggests
+    the argument that it refuses."""
     calls: list[Any] = [
         lambda: ow.save_file(STATE, "x", framework="pt"), lambda: ow.save_file(STATE, "x", devise="cpu"),
         lambda: ow.load_model(LINEAR, "x", framework="pt"), lambda: ow.load_model(LINEAR, "x", torch_dtype="F16"),
@@ -233,8 +232,8 @@ def test_a_hint_is_a_keyword_of_the_verb() -> None:
         ow.load_file("m.safetensors", devise="cpu")
 
 
-def test_what_to_write_instead(folder: Path) -> None:
-    """Arguments from other libraries raise an error that says what to write instead."""
+def test_errors_say_what_to_write_instead(folder: Path) -> None:
+    """If an argument of another library is used, the error says what to write instead."""
     for call, text in (
         (lambda: ow.load_file("m.safetensors", map_location="cpu"), "write device='cpu'"),
         (lambda: ow.safe_open("m.safetensors", map_location="cpu"), "write device='cpu'"),

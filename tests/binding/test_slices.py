@@ -1,4 +1,4 @@
-"""Tests safe_open and its slices against numpy's indexing."""
+"""Compares safe_open and its slices with numpy's indexing."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def random_index(rng: random.Random, shape: tuple[int, ...]) -> Any:
 
 @pytest.mark.parametrize("compress", [True, False], ids=["compressed", "plain"])
 @pytest.mark.parametrize("framework", ["pt", "np"])
-def test_random_indices_are_numpys(tmp_path: Path, compress: bool, framework: str, seed: int) -> None:
+def test_random_indices_give_the_same_as_numpy(tmp_path: Path, compress: bool, framework: str, seed: int) -> None:
     rng = random.Random(seed)
     arrays = {str(s): np.random.default_rng(3).random(s).astype(np.float32) for s in SHAPES}
     ow.save_file(arrays, tmp_path / "m", compress=compress)
@@ -81,7 +81,7 @@ def test_every_dtype_slices(tmp_path: Path) -> None:
         assert file.get_slice("F4")[1, 3:6].shape == (3,)
 
 
-def test_a_gpu_that_is_not_there(tmp_path: Path) -> None:
+def test_a_missing_gpu(tmp_path: Path) -> None:
     ow.save_file({"x": torch.ones(3)}, tmp_path / "m")
     for read in (lambda file: file["x"], lambda file: file.get_slice("x")[1:], lambda file: file.get_tensors()):
         with pytest.raises(ow.DeviceError), ow.safe_open(tmp_path / "m", "pt", "cuda:99") as file:
@@ -89,13 +89,13 @@ def test_a_gpu_that_is_not_there(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("targets", [{"x": 1}, "x", 5, ["x"], ["abc"], [("x", torch.ones(3))], ("x", None, torch.ones(3))])
-def test_targets_that_are_no_triples(tmp_path: Path, targets: Any) -> None:
+def test_targets_that_are_not_triples(tmp_path: Path, targets: Any) -> None:
     ow.save_file({"x": torch.ones(3)}, tmp_path / "m")
     with pytest.raises(ow.ArgumentError, match="expected a list of triples"), ow.safe_open(tmp_path / "m", "pt") as file:
         file.load_into(targets)
 
 
-def test_a_slice_reads_its_block_only() -> None:
+def test_a_slice_reads_only_its_block() -> None:
     planned = plan((slice(10, 20), slice(3, None, 4)), (100, 50))
     assert planned.block == ((10, 20), (3, 48)) and planned.shape == (10, 45)
     assert plan((-1, ...), (100, 50)).block == ((99, 100), (0, 50))
@@ -114,8 +114,8 @@ def test_wrong_indices(tmp_path: Path, index: Any) -> None:
     assert isinstance(caught.value, IndexError) and isinstance(caught.value, ValueError)
 
 
-def test_numbers_of_arrays_are_indices(tmp_path: Path) -> None:
-    """numpy integers and zero-dimensional tensors and arrays are indices, as in torch and numpy."""
+def test_integers_of_arrays_are_indices(tmp_path: Path) -> None:
+    """numpy integers, and arrays and tensors without dimensions, are indices, as in torch and numpy."""
     ow.save_file({"a": np.arange(27).reshape(9, 3)}, tmp_path / "m")
     with ow.safe_open(tmp_path / "m", "np") as file:
         assert all(
@@ -123,7 +123,7 @@ def test_numbers_of_arrays_are_indices(tmp_path: Path) -> None:
         )
 
 
-def test_safe_open_is_safetensors(tmp_path: Path) -> None:
+def test_safe_open_equals_safetensors(tmp_path: Path) -> None:
     tensors = {"b": torch.randn(5, 4), "a": torch.arange(3), "c": torch.tensor(1.0)}
     ow.save_file(tensors, tmp_path / "m", {"k": "v"}, compress=False)
     with ow.safe_open(tmp_path / "m", "pt", "cpu") as us, safetensors.safe_open(tmp_path / "m", "pt", "cpu") as them:
@@ -160,19 +160,19 @@ def test_closed(tmp_path: Path) -> None:
             call()
 
 
-def test_a_slice_goes_to_the_device_of_the_file(tmp_path: Path) -> None:
-    """A slice is returned on the file's device, even if its block comes from a preload on the CPU."""
+def test_a_slice_is_on_the_device_of_the_file(tmp_path: Path) -> None:
+    """A slice is on the file's device, even if its block comes from a preload on the CPU."""
     ow.save_file({"a": torch.randn(40, 30)}, tmp_path / "m")
     with ow.safe_open(tmp_path / "m", "pt") as file:
         model = file._live_model()
-        model.device, model.lands, model.joined = "meta", "cpu", True  # pretends that it is a GPU
+        model.device, model.lands, model.joined = "meta", "cpu", True  # stands for a GPU
         found = file.get_slice("a")[5:9, 3]
         assert found.device.type == "meta" and found.shape == (4,)
 
 
 @pytest.mark.parametrize("read", ["get_tensor", "get_tensors", "get_slice", "load_into"])
 def test_closed_by_another_thread_while_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read: str) -> None:
-    """If another thread closes the file during a read, the error names the file, not an engine handle."""
+    """If another thread closes the file during a read, the error names the file and not an engine handle."""
     path = tmp_path / "m.safetensors"
     ow.save_file({"a": torch.arange(12.0).reshape(3, 4)}, path)
     reads = {

@@ -1,4 +1,4 @@
-"""Tests that storage_options reach the engine complete, and that wrong options are refused by name."""
+"""Tests that all storage_options reach the engine, and that errors name wrong options."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from overwire.model import storage
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_environment_names_are_those_of_the_engine() -> None:
-    """Python sends exactly the variables that the engine lists, with proxies in both cases."""
+def test_environment_names_equal_the_engines() -> None:
+    """Python passes exactly the variables that the engine lists, with proxies in upper and lower case."""
     text = (ROOT / "gosrc/source/options.go").read_text()
     listed = re.findall(r'"([A-Z_*]+)"', text[text.index("var EnvNames") : text.index("// Check refuses")])
     proxies = {name.lower() for name in listed if name.endswith("_PROXY")}
@@ -33,21 +33,21 @@ def test_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_values_become_text() -> None:
-    """Booleans, numbers, paths and headers become strings, and None is left out."""
+    """Booleans, numbers, paths and headers become strings. None is left out."""
     made = storage.storage({"anon": True, "timeout": 2.5, "cacert": Path("/x"), "key": None, "headers": {"A": 1}}, ["s3://b/k"])
     assert made["storage"] == {"anon": "true", "timeout": "2.5", "cacert": "/x", "header.A": "1"}
     assert storage.storage(None, ["/x", "file:///y"]) == {}
 
 
 @pytest.mark.parametrize("options", [[("a", 1)], {"a": object()}, {1: "a"}, {"headers": "x"}])
-def test_wrong_kinds(options: object) -> None:
+def test_unknown_options(options: object) -> None:
     """An unknown option is refused before anything is opened."""
     with pytest.raises(ow.ArgumentError, match="storage_options"):
         ow.load_file("s3://bucket/key", storage_options=options)
 
 
-def test_local_paths_take_none(tmp_path: Path) -> None:
-    """Options for local paths raise an error, unless they are empty."""
+def test_local_paths_accept_no_options(tmp_path: Path) -> None:
+    """Options for a local path raise an error, unless they are empty."""
     path = tmp_path / "a.safetensors"
     numpy = pytest.importorskip("numpy")
     ow.save_file({"x": numpy.zeros(3)}, path, storage_options={})
@@ -59,7 +59,7 @@ def test_local_paths_take_none(tmp_path: Path) -> None:
 
 
 def test_insecure_warns_once(caplog: pytest.LogCaptureFixture) -> None:
-    """Disabled certificate checks are reported once per process."""
+    """A disabled certificate check is reported once per process."""
     storage._warn_once.cache_clear()
     for _ in range(3):
         storage.storage({"insecure": True}, ["https://h/x"])

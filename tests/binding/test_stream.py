@@ -21,7 +21,7 @@ from overwire.model.opened import Model
 
 @pytest.mark.parametrize("compress", [True, False], ids=["compressed", "plain"])
 @pytest.mark.parametrize("framework", ["pt", "np"])
-def test_stream_yields_what_load_file_loads(tmp_path: Path, compress: bool, framework: str) -> None:
+def test_stream_yields_the_same_tensors_as_load_file(tmp_path: Path, compress: bool, framework: str) -> None:
     tensors = ugly() | {f"d.{k}": v for k, v in every_dtype().items()}
     ow.save_file(tensors, tmp_path / "m", compress=compress)
     loaded = ow.load_file(tmp_path / "m", framework=framework)
@@ -31,7 +31,7 @@ def test_stream_yields_what_load_file_loads(tmp_path: Path, compress: bool, fram
         same(streamed[name], loaded[name])
 
 
-def test_stream_takes_the_arguments_of_load_file(tmp_path: Path) -> None:
+def test_stream_accepts_the_arguments_of_load_file(tmp_path: Path) -> None:
     ow.save_file({"a": torch.ones(4), "b": torch.arange(3), "c": torch.ones(2)}, tmp_path / "m")
     got = dict(ow.stream(tmp_path / "m", keys=["a", "b"], dtype="bfloat16", filter=lambda n: n != "c"))
     assert set(got) == {"a", "b"} and got["a"].dtype == torch.bfloat16 and got["b"].dtype == torch.int64
@@ -39,7 +39,7 @@ def test_stream_takes_the_arguments_of_load_file(tmp_path: Path) -> None:
 
 
 def test_stream_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With in_order the stream has the order of load_file's dict, or of keys, even with max_memory."""
+    """With in_order, a stream has the order of load_file's dict or of keys, even with max_memory."""
     arrive = Job.next
 
     def backwards(self: Job, timeout: float | None, raw: bool = False) -> object:
@@ -83,7 +83,7 @@ def test_stream_closed_early_ends_its_load(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"in_order": True}, {"max_memory": 20_000}])
 def test_threads_share_a_stream(tmp_path: Path, options: dict[str, Any]) -> None:
-    """Threads that take from one stream get each tensor once."""
+    """If threads take from one stream, each tensor is returned once."""
     tensors = {f"t{n}": torch.full((n + 1, 7), float(n)) for n in range(150)}
     ow.save_file(tensors, tmp_path / "m")
     stream = ow.stream(tmp_path / "m", **options)
@@ -101,11 +101,11 @@ def test_threads_share_a_stream(tmp_path: Path, options: dict[str, Any]) -> None
 
 
 @pytest.mark.parametrize("options", [{}, {"max_memory": 20_000}])
-def test_a_stream_is_closed_beside_next(
+def test_a_stream_is_closed_during_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
-    """A thread that waits for a tensor gets CancelledError when another thread closes the stream. A signal handler
-    cannot take from the stream that it interrupts and gets a clear error."""
+    """If a thread waits for a tensor and another thread closes the stream, the first gets CancelledError. If a signal
+    handler interrupts a stream and takes from it, the handler gets a clear error."""
     ow.save_file({f"t{n}": torch.zeros(100, 7) for n in range(20)}, tmp_path / "m")
     stream = ow.stream(tmp_path / "m", **options)
     waits, cancelled = threading.Event(), threading.Event()
@@ -131,10 +131,10 @@ def test_a_stream_is_closed_beside_next(
 
 
 @pytest.mark.parametrize("options", [{}, {"in_order": True}, {"max_memory": "30kB"}], ids=["whole", "ordered", "windows"])
-def test_a_signal_handler_that_is_refused_ends_no_stream(
+def test_a_stream_continues_after_a_refused_signal_handler(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
-    """A stream that a signal handler tried to use continues and yields every tensor."""
+    """If a signal handler is refused by a stream, the stream continues and yields every tensor."""
     ow.save_file({f"t{n}": torch.zeros(100, 7) for n in range(20)}, tmp_path / "m")
     stream = ow.stream(tmp_path / "m", **options)
     take = Load.next
@@ -150,7 +150,7 @@ def test_a_signal_handler_that_is_refused_ends_no_stream(
 
 
 def test_stream_holds_no_more_than_max_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensors that are loaded and not yet yielded stay within max_memory."""
+    """Tensors that are loaded but not yet yielded stay within max_memory."""
     torch.manual_seed(1)
     tensors = {f"t{i}": torch.randn(100 + 37 * (i % 5), 50).bfloat16() for i in range(40)} | {"big": torch.randn(300, 50)}
     ow.save_file(tensors, tmp_path / "m")
@@ -182,7 +182,7 @@ def test_stream_holds_no_more_than_max_memory(tmp_path: Path, monkeypatch: pytes
     assert list(stream) == []
     with pytest.raises(ow.OutOfMemoryError, match="'big' takes 60000 bytes on cpu, 1 over max_memory of 59999"):
         ow.stream(tmp_path / "m", max_memory=59_999)
-    with pytest.raises(ow.OutOfMemoryError):  # a cast briefly needs both copies
+    with pytest.raises(ow.OutOfMemoryError):  # both copies are in memory during a cast
         ow.stream(tmp_path / "m", max_memory=60_000, dtype="float64")
     data = bytearray((tmp_path / "m").read_bytes())
     data[-1000] ^= 1
@@ -193,7 +193,7 @@ def test_stream_holds_no_more_than_max_memory(tmp_path: Path, monkeypatch: pytes
     assert list(stream) == []
 
 
-def test_stream_errors_come_after_what_landed(tmp_path: Path) -> None:
+def test_stream_raises_after_the_tensors_that_were_loaded(tmp_path: Path) -> None:
     path = tmp_path / "m"
     ow.save_file({f"t{i}": torch.randn(400, 400).bfloat16() for i in range(9)}, path)
     data = bytearray(path.read_bytes())
@@ -289,7 +289,7 @@ hits = [hit for call in (lambda: ow.load_file("m"), lambda: ow.save_file(big, "m
 assert any(hits), hits
 assert os.path.getsize("m") == old
 assert torch.equal(ow.load_file("m")["t3"], big["t3"])
-# A save that no one waits for yet completes despite an interrupt.
+# A save that no call waits for completes despite an interrupt.
 end = time.monotonic() + 60
 while left := [n for root, _, names in os.walk(".") for n in names if "tmp" in n]:
     assert time.monotonic() < end, left
@@ -300,9 +300,9 @@ print("interrupted", sum(hits), "of", len(hits))
     assert "interrupted" in done.stdout
 
 
-def test_a_forked_child_may_read_tensors_and_not_verify(tmp_path: Path, torch_script) -> None:
-    """A forked child can use the tensors that its parent loaded, and can load files itself. Functions that need the
-    engine are refused in the child, and the parent continues."""
+def test_a_forked_child_can_load_but_not_verify(tmp_path: Path, torch_script) -> None:
+    """A forked child can use its parent's tensors and load files. Functions that need the engine are refused in the
+    child. The parent continues."""
     torch_script(
         """
 import os, sys, torch, overwire as ow
@@ -325,9 +325,9 @@ assert ow.load_file("m")["a"].sum() == 10
     )
 
 
-def test_a_forked_child_leaves_its_parents_stream(tmp_path: Path, torch_script) -> None:
-    """A stream refuses a forked child immediately, even while a thread of the parent waits in it, and continues in the
-    parent."""
+def test_a_forked_child_cannot_use_its_parents_stream(tmp_path: Path, torch_script) -> None:
+    """If a forked child uses its parent's stream, it is refused immediately, even if a thread of the parent waits in
+    the stream. The stream continues in the parent."""
     torch_script(
         """
 import os, signal, sys, threading, torch, overwire as ow
@@ -361,7 +361,7 @@ for options in ({}, {"max_memory": "1MB"}):
     )
 
 
-def test_a_stream_that_is_dropped_in_a_window_is_freed(tmp_path: Path) -> None:
+def test_a_dropped_stream_is_freed(tmp_path: Path) -> None:
     """A dropped stream is freed immediately, without the cycle collector, even with a progress callable."""
     path = tmp_path / "m.safetensors"
     ow.save_file({f"t{i}": torch.randn(256, 1024) for i in range(16)}, path)
@@ -377,7 +377,7 @@ def test_a_stream_that_is_dropped_in_a_window_is_freed(tmp_path: Path) -> None:
 
 
 class CloseAtLine:
-    """Closes a stream, as a signal handler could, at one line of overwire."""
+    """Closes a stream at one line of overwire, as a signal handler could."""
 
     folder = str(Path(ow.__file__).parent)
 
@@ -396,8 +396,8 @@ class CloseAtLine:
 
 @pytest.mark.parametrize("options", [{}, {"max_memory": 150_000}], ids=["at once", "windows"])
 def test_a_signal_handler_closes_a_stream_within_next(tmp_path: Path, options: dict[str, Any]) -> None:
-    """Whichever line of next the handler interrupts, next returns the right tensor or ends the stream, which stays
-    closed."""
+    """Whichever line of next the handler interrupts, next returns the right tensor or ends the stream, and the stream
+    stays closed."""
     ow.save_file({f"t{at}": torch.full((300, 100), float(at)) for at in range(4)}, tmp_path / "m")
     at = ends = 0
     while True:

@@ -1,4 +1,4 @@
-"""Tests `overwire bench --device cuda`, which loads with each library in fresh processes, on the CPU."""
+"""Tests on the CPU the part of `overwire bench --device cuda` that loads with each library in fresh processes."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ folder.mkdir()
 """
 
 
-def test_every_name_has_a_row_of_compared_bytes(torch_script) -> None:
-    """Each available library loads each of its files twice in a process that compares bytes, and is shown with its
-    share of load_file's rate."""
+def test_every_library_has_a_row(torch_script) -> None:
+    """Each available library loads each of its files twice in a process that compares the bytes. Its row has its share
+    of load_file's rate."""
     done = torch_script(PROGRAM % (1, "import json; print(json.dumps(faces._measure_faces(args, folder)))"))
     rows = json.loads(done.stdout.splitlines()[-1])
     keys = {(row["face"], row["file"]) for row in rows}
@@ -43,8 +43,8 @@ def test_every_name_has_a_row_of_compared_bytes(torch_script) -> None:
 
 
 def test_wrong_bytes_and_failures_are_rows(torch_script) -> None:
-    """Wrong tensors, an exception and a process that dies are each reported in the row of their library. A library that
-    works has as many runs as the argument says."""
+    """Wrong tensors, an exception and a process that dies are each reported in the row of their library. The row of a
+    library that works has as many runs as the argument says."""
     done = torch_script(PROGRAM % (2, """
 import importlib
 import json
@@ -96,9 +96,9 @@ for row in saves.measure_saves(folder / "plain", "cpu", folder / "space", "", fa
 """
 
 
-def test_saves_have_rows_beside_their_floors(torch_script) -> None:
-    """Each way to save is timed twice, compared, and shown next to os.pwrite of the same number of bytes. Wrong bytes
-    and exceptions are reported in the row."""
+def test_saves_have_rows_next_to_their_limits(torch_script) -> None:
+    """Each way to save is timed twice, its bytes are compared, and its row is next to that of os.pwrite with the same
+    number of bytes. Wrong bytes and exceptions are reported in the row."""
     done = torch_script(PROGRAM % (2, "import torch") + SAVES % """
 def flip(tensors, at):
     tensors = {**tensors, "b": tensors["b"] + 1}
@@ -120,8 +120,9 @@ saves._WAYS |= {"flips": (flip, 0, ""), "fails": (fail, 0, ""), "is not here": (
 
 
 @pytest.mark.skipif(os.path.exists("/dev/nvidiactl"), reason="there is a GPU")
-def test_without_a_gpu_the_engine_says_so(tmp_path: Path) -> None:
-    """Without a GPU, `overwire bench --device cuda` ends with the engine's status and message, and measures nothing."""
+def test_bench_without_a_gpu(tmp_path: Path) -> None:
+    """Without a GPU, `overwire bench --device cuda` exits with the engine's status and message, and measures
+    nothing."""
     for words in (("--device", "cuda"), ("--device=cuda:0", "--json")):
         done = warm.fresh(["-m", "overwire", "bench", *words, "--size", "1MB", "--dir", str(tmp_path)], env=cleaned())
         assert done.returncode != 0 and "NVIDIA" in done.stderr, done.stderr

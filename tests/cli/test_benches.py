@@ -1,4 +1,4 @@
-"""Runs the programs of bench on the CPU.
+"""Tests the programs in bench on the CPU.
 
 bench/gpu/device_run.sh prints the same rows for a GPU.
 """
@@ -24,8 +24,8 @@ torch = pytest.importorskip("torch")
 
 
 @pytest.mark.slow
-def test_links_have_rows_beside_their_floors(tmp_path: Path) -> None:
-    """Every link and the bare loopback have rows for both kinds of file, and no temporary file is left."""
+def test_links_have_rows_next_to_their_limits(tmp_path: Path) -> None:
+    """Every link and the plain loopback have rows for both kinds of file, and no temporary file is left."""
     command = [sys.executable, ROOT / "bench/bench_net.py", "--size", "8MB", "--repeat", "1", "--json"]
     done = subprocess.run([*command, "--dir", tmp_path], capture_output=True, text=True, check=False, timeout=200)
     assert done.returncode == 0, done.stderr
@@ -36,8 +36,8 @@ def test_links_have_rows_beside_their_floors(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["plain", "crc32", "key"])
-def test_tensorizers_files(tmp_path: Path, how: str) -> None:
-    """Our loads of a tensorizer file and tensorizer's own loads are each timed twice. A wrong byte ends the program."""
+def test_the_benchmark_of_tensorizer_files(tmp_path: Path, how: str) -> None:
+    """overwire's and tensorizer's loads of a .tensors file are each timed twice. A wrong byte ends the program."""
     pytest.importorskip("tensorizer")
     tensors = {"a": torch.randn(300, 400).bfloat16(), "b": torch.arange(7), "c": torch.tensor(2.5)}
     path = str(tmp_path / "m.tensors")
@@ -50,13 +50,13 @@ def test_tensorizers_files(tmp_path: Path, how: str) -> None:
         assert all(seconds > 0 for seconds in bench_tensorizer.measure_one("read", side, path, how, "cpu", ""))
 
 
-def test_memory_counts_what_is_beside_the_tensors(tmp_path: Path) -> None:
-    """The memory figure does not include the tensors. They are much larger than the possible lag of the kernel's
-    counters for a process, which is a few pages per thread and core."""
+def test_the_memory_figure_excludes_the_tensors(tmp_path: Path) -> None:
+    """The memory figure excludes the tensors. They are much larger than the possible lag of the kernel's counters for a
+    process, which is a few pages per thread and core."""
     file = tmp_path / "large.safetensors"
     ow.save_file({"a": torch.randint(0, 255, (64 << 20,), dtype=torch.uint8)}, file, compress=False)
     row = bench_start.measure_memory("", str(file), "cpu")
-    # the ring, and other allocations of the process
+    # The rest is the ring and other allocations of the process.
     assert -16 <= row["host memory besides the tensors, MiB"] < 200
 
 
@@ -69,7 +69,7 @@ def test_starts_count_from_the_start_of_the_process(tmp_path: Path) -> None:
 
 
 def test_codecs_have_rows_or_a_reason() -> None:
-    """Without a GPU the codec bench says so. With a GPU, X16 makes weights smaller."""
+    """Without a GPU, the codec benchmark says so. With a GPU, X16 makes weights smaller."""
     command = [sys.executable, ROOT / "bench/bench_codecs.py", "--json", "--size", "64MiB"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200)
     assert done.returncode == 0, done.stderr
@@ -77,8 +77,8 @@ def test_codecs_have_rows_or_a_reason() -> None:
     assert report.get("missing") or all(0.6 < row["ratio"] < 0.75 for row in report["rows"] if "X16" in row["what"])
 
 
-def test_parts_of_a_start_that_were_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python below 3.12 measures only the whole start, which is not reported as the time to load the weights."""
+def test_parts_of_a_start_on_old_pythons(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before Python 3.12, only the whole start is measured. It is not reported as the time to load the weights."""
     monkeypatch.syspath_prepend(str(ROOT / "bench" / "gpu"))
     import device_starts
 

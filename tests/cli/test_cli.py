@@ -1,4 +1,4 @@
-"""Tests the command `overwire` as a process: output, exit status and files."""
+"""Tests the command `overwire` as a process: its output, exit status and files."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def plain(tmp_path_factory) -> Path:
     return path
 
 
-def test_version_is_the_packages():
+def test_the_version_equals_the_packages():
     assert must("-V") == must("--version") == f"overwire {overwire.__version__}\n"
     assert json.loads(must("--version", "--json"))["version"] == overwire.__version__
 
@@ -61,7 +61,7 @@ def test_round_trip(plain: Path, tmp_path: Path):
         overwire.verify(small, tensors={}, original=True)  # type: ignore[call-overload]
 
 
-def test_what_keeps_no_original_is_said(plain: Path, tmp_path: Path):
+def test_the_output_says_that_shards_have_no_original(plain: Path, tmp_path: Path):
     small, back = tmp_path / "small.safetensors", tmp_path / "back.safetensors"
     must("compress", str(plain), "-o", str(small), "--shard", "4MB")
     said = must("verify", "--original", str(small) + ".index.json")
@@ -70,7 +70,7 @@ def test_what_keeps_no_original_is_said(plain: Path, tmp_path: Path):
     assert f"new header, because the source does not store the original: {back}\n" in said and "sha256" not in said
 
 
-def test_what_the_command_line_wrote_python_loads(plain: Path, tmp_path: Path):
+def test_python_loads_files_of_the_command_line(plain: Path, tmp_path: Path):
     np = pytest.importorskip("numpy")
     pytest.importorskip("ml_dtypes")
     small = tmp_path / "small.safetensors"
@@ -125,8 +125,8 @@ def test_full_disk(plain: Path):
 
 @pytest.mark.parametrize("number", [1, 2])
 def test_closed_streams(plain: Path, tmp_path: Path, number: int):
-    """If standard output is closed, the command reports a clear error, and no output file gets its descriptor
-    number."""
+    """If standard output is closed, the command reports a clear error, and no output file gets the descriptor number of
+    standard output."""
     small = tmp_path / "small.safetensors"
     done = run("compress", str(plain), "-o", str(small), preexec_fn=functools.partial(os.close, number))
     assert done.returncode == {1: 4, 2: 0}[number] and "Traceback" not in done.stderr
@@ -158,7 +158,7 @@ def test_doctor_names_every_setting():
     assert "PRELOAD_PATH" in text
 
 
-def test_doctor_says_why_there_is_no_gpu_or_what_there_is():
+def test_doctor_lists_gpus_or_says_why_there_is_none():
     gpu = overwire.doctor(measure=True)["gpu"]
     if gpu["devices"]:
         for device in gpu["devices"]:
@@ -174,11 +174,11 @@ def test_settings_come_from_the_environment():
     settings = {row["name"]: row for row in json.loads(done.stdout)["settings"]}
     assert settings["OVERWIRE_THREADS"]["value"] == "1"
     assert settings["OVERWIRE_LOG"]["value"] == "warning"
-    assert "OVERWIRE_LOG" in done.stderr  # a bad value is only reported
+    assert "OVERWIRE_LOG" in done.stderr  # an invalid value is reported and ignored
 
 
 def test_bench_runs_small():
-    """Every row has a value, and no row has the fields of a goal."""
+    """Every row of the benchmark has a value, and no row has the fields of a goal."""
     report = json.loads(must("bench", "--size", "8MB", "--repeat", "1", "--json"))
     assert {row["group"] for row in report["rows"]} == {"this machine", "size", "save", "load"}
     assert report["estimate"] > 0
@@ -190,7 +190,7 @@ def test_bench_runs_small():
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_stopped_command_leaves_no_file(plain: Path, tmp_path: Path, number: signal.Signals):
     """SIGTERM and SIGHUP end the command with that signal, after its temporary file is removed."""
-    # The slow server keeps the command busy.
+    # The server is slow, so that the command is still running.
     folder, out = tmp_path / "out", tmp_path / "out" / "x.safetensors"
     folder.mkdir()
     serve = [sys.executable, "-m", "overwire", "serve", str(plain.parent), "--each", "10KB"]
@@ -198,7 +198,7 @@ def test_a_stopped_command_leaves_no_file(plain: Path, tmp_path: Path, number: s
         url = server.stdout.readline().strip() + plain.name
         # A fetch of two objects cannot be resumed, so it leaves nothing.
         command = [sys.executable, "-m", "overwire", "fetch", url, url, "-o", str(out)]
-        obey = functools.partial(signal.signal, number, signal.SIG_DFL)  # nohup makes children ignore SIGHUP
+        obey = functools.partial(signal.signal, number, signal.SIG_DFL)  # under nohup, children ignore SIGHUP
         with processes.started(command, stderr=subprocess.PIPE, text=True, preexec_fn=obey) as process:
             deadline = time.monotonic() + 60
             while not any(folder.iterdir()) and time.monotonic() < deadline:
@@ -211,8 +211,9 @@ def test_a_stopped_command_leaves_no_file(plain: Path, tmp_path: Path, number: s
     assert list(folder.iterdir()) == []
 
 
-def test_a_verb_ends_with_its_reader(tmp_path: Path):
-    """When its reader has gone, as after `| head`, a command ends silently by SIGPIPE and leaves no file."""
+def test_a_command_ends_when_its_reader_exits(tmp_path: Path):
+    """If the reader of a command's output exits, as after `| head`, SIGPIPE ends the command silently, and no file is
+    left."""
     command = [sys.executable, "-m", "overwire", "bench", "--size", "64MB", "--dir", str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout and process.stderr and process.stdout.readline()
@@ -260,8 +261,8 @@ def test_run_reads_compressed_files_in_an_unmodified_program(tmp_path: Path):
 
 
 def test_file_uris(tmp_path: Path) -> None:
-    """A file:// URI works wherever a path does: for folders, an index.json, torch.save files, inputs and outputs, in
-    Python and on the command line."""
+    """A file:// URI works like a path: for folders, an index.json, torch.save files, inputs and outputs, in Python and
+    on the command line."""
     import torch
 
     folder = tmp_path / "a folder%"
@@ -292,9 +293,9 @@ def test_file_uris(tmp_path: Path) -> None:
     assert "not the URI of a local file" in run("load", "file:///x?y").stderr
 
 
-def test_fetch_goes_on_after_any_end(tmp_path: Path) -> None:
-    """A fetch that was killed or ran out of space leaves hidden files. The next run fetches the rest and removes them,
-    for a file and for a folder."""
+def test_fetch_continues_after_any_interruption(tmp_path: Path) -> None:
+    """A fetch that was killed or ran out of space leaves hidden files. The next run fetches the rest and removes the
+    hidden files, for a file and for a folder."""
     served, out = tmp_path / "served", tmp_path / "out"
     served.mkdir()
     out.mkdir()

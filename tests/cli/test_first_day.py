@@ -27,7 +27,7 @@ Run = Callable[..., str]
 
 @pytest.fixture
 def run(capfd: pytest.CaptureFixture[str]) -> Run:
-    """Runs a command line in this process, checks its exit status, and returns its output."""
+    """Returns a function that runs a command line in this process, checks its exit status, and returns its output."""
 
     def command(*words: str | Path, status: int = 0) -> str:
         capfd.readouterr()
@@ -45,7 +45,7 @@ def weights(seed: int, names: int = 3) -> dict[str, torch.Tensor]:
     return {f"layers.{n}.mlp.weight": torch.randn(256, 256, generator=generator).mul(0.02).bfloat16() for n in range(names)}
 
 
-# Typical folders by name, with their weight files and their auxiliary files.
+# Typical folders by name: their weight files and their auxiliary files.
 FOLDERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "a model of the Hub": (("model.safetensors",), ("config.json", "tokenizer.json", "generation_config.json")),
     "a LoRA": (("adapter_model.safetensors",), ("adapter_config.json",)),
@@ -70,8 +70,8 @@ def make_folder(path: Path, files: tuple[str, ...], beside: tuple[str, ...]) -> 
 
 
 @pytest.mark.parametrize("kind", FOLDERS)
-def test_folders_go_there_and_back(run: Run, tmp_path: Path, kind: str) -> None:
-    """Compressing and decompressing a folder leaves every file byte for byte equal. The reported size is that of the
+def test_folders_are_compressed_and_decompressed(run: Run, tmp_path: Path, kind: str) -> None:
+    """A folder that was compressed and decompressed has the same bytes in every file. The reported size is that of the
     weights."""
     files, beside = FOLDERS[kind]
     plain, small, back = (tmp_path / name for name in ("plain", "small", "back"))
@@ -88,7 +88,8 @@ def test_folders_go_there_and_back(run: Run, tmp_path: Path, kind: str) -> None:
 
 
 def test_shards(run: Run, tmp_path: Path) -> None:
-    """A set of shards can be compressed and converted to one file with equal tensors. A shard size needs a unit."""
+    """A set of shards can be compressed and converted to one file with equal tensors. --shard needs a size with a
+    unit."""
     (tmp_path / "set").mkdir()
     ow.save_file(weights(0, 6), tmp_path / "set/model.safetensors", max_shard_size="300kB", compress=False)
     run("compress", tmp_path / "set", "-o", tmp_path / "small")
@@ -99,7 +100,7 @@ def test_shards(run: Run, tmp_path: Path) -> None:
 
 
 def test_functions_do_what_commands_do(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """ow.compress and ow.decompress take files, lists, folders and URIs like the commands, and write the same files.
+    """ow.compress and ow.decompress accept files, lists, folders and URIs like the commands, and write the same files.
     They replace a file only with overwrite=True. If the first argument of compress is an object, it is saved as by
     nyacomp."""
     monkeypatch.chdir(tmp_path)
@@ -136,7 +137,7 @@ def test_functions_do_what_commands_do(run: Run, tmp_path: Path, monkeypatch: py
 
 
 def test_help() -> None:
-    """help() shows each public function with one signature of short lines, with types as in the source, and explains
+    """help() shows each public function with one signature in short lines, with types as in the source, and explains
     every option. nyacomp's names can be imported but are not listed."""
     functions = [value for name in ow.__all__ if inspect.isfunction(value := getattr(ow, name))]
     assert len(functions) > 25 and ow.compress in functions and ow.decompress in functions
@@ -170,7 +171,7 @@ def test_a_model_that_does_not_match(tmp_path: Path) -> None:
 
 
 @pytest.mark.imports_torch
-def test_what_torch_save_wrote(tmp_path: Path) -> None:
+def test_torch_save_files(tmp_path: Path) -> None:
     """compress and convert read a .pt file, a .ckpt file, and a folder with pytorch_model.bin and auxiliary files."""
     state = weights(1)
     (tmp_path / "hub").mkdir()
@@ -186,8 +187,8 @@ def test_what_torch_save_wrote(tmp_path: Path) -> None:
     assert all(torch.equal(ow.load_file(tmp_path / "last.safetensors")[f"state_dict.{name}"], t) for name, t in state.items())
 
 
-def test_looking(run: Run, tmp_path: Path) -> None:
-    """inspect, diff, load, doctor and completion work, and inspect also writes pages."""
+def test_commands_that_inspect_models(run: Run, tmp_path: Path) -> None:
+    """inspect, diff, load, doctor and completion work. inspect can also write HTML pages."""
     a, b, trace, page = (tmp_path / name for name in ("a.safetensors", "b.safetensors", "t.json", "page.html"))
     ow.save_file(weights(0), a)
     ow.save_file(weights(0) | {"layers.1.mlp.weight": weights(7)["layers.1.mlp.weight"]}, b)
@@ -210,14 +211,14 @@ def test_looking(run: Run, tmp_path: Path) -> None:
 
 
 def test_unrelated_models(run: Run, tmp_path: Path) -> None:
-    """A diff of models without a common tensor says so in its last line, instead of "0 elements changed"."""
+    """If two models have no common tensor, the last line of diff says so, and not "0 elements changed"."""
     ow.save_file(weights(0), tmp_path / "a.safetensors")
     ow.save_file({f"other.{name}": t for name, t in weights(0).items()}, tmp_path / "b.safetensors")
     said = run("diff", tmp_path / "a.safetensors", tmp_path / "b.safetensors")
     assert said.splitlines()[-1] == "no tensor is in both models" and "0 of 0" not in said
 
 
-def test_texts_say_command(run: Run) -> None:
+def test_help_says_command(run: Run) -> None:
     """Help and completion say "command", not "verb"."""
     for name in ("compress", "inspect", "verify", "fetch", "cache", "bench", "completion"):
         assert not re.search(r"\bverbs?\b", run(name, "--help"))
@@ -225,8 +226,8 @@ def test_texts_say_command(run: Run) -> None:
 
 
 def test_a_download(run: Run, tmp_path: Path) -> None:
-    """verify compares a folder of `hf download --local-dir` with the SHA-256 that huggingface_hub recorded, and detects
-    a changed bit."""
+    """verify compares a folder of `hf download --local-dir` with the SHA-256 that huggingface_hub recorded, and finds a
+    changed bit."""
     folder = pytest.importorskip("huggingface_hub._local_folder")
     file = tmp_path / "model.safetensors"
     ow.save_file(weights(0), file, compress=False)
@@ -240,7 +241,7 @@ def test_a_download(run: Run, tmp_path: Path) -> None:
 
 
 def test_a_comparison_with_safetensors(tmp_path: Path) -> None:
-    """`verify --against` names each tensor that differs from what safetensors reads, and fails if there is one."""
+    """`verify --against` lists the tensors that differ from those that safetensors reads. If any differs, it fails."""
     make_folder(tmp_path / "plain", *FOLDERS["a diffusers pipeline"])
     ow.convert(tmp_path / "plain", tmp_path / "small")
 
@@ -273,8 +274,8 @@ def test_a_server(run: Run, tmp_path: Path) -> None:
 
 
 def test_a_bucket(run: Run, tmp_path: Path) -> None:
-    """A folder can be compressed to S3 and decompressed from there with its configuration, with or without a trailing
-    slash. Replacing it needs --force."""
+    """A folder can be compressed to S3 and decompressed from there with its configuration files, with or without a
+    trailing slash. Replacing the folder needs --force."""
     make_folder(tmp_path / "plain", *FOLDERS["a model of the Hub"])
     with stores.s3() as (options, _):
         storage = "--storage=" + json.dumps({key: value for key, value in options.items() if isinstance(value, str)})
@@ -306,7 +307,7 @@ def test_keys(run: Run, tmp_path: Path) -> None:
 
 
 def test_a_delta(run: Run, tmp_path: Path) -> None:
-    """Deltas are saved and applied in Python, and `overwire delta` points there."""
+    """Deltas are saved and applied in Python. The error of `overwire delta` names the Python function."""
     base, new = weights(0), weights(0) | {"layers.1.mlp.weight": weights(7)["layers.1.mlp.weight"]}
     ow.save_delta(new, base, tmp_path / "d.safetensors")
     ow.apply_delta(base, tmp_path / "d.safetensors")
@@ -314,9 +315,9 @@ def test_a_delta(run: Run, tmp_path: Path) -> None:
     assert "overwire.save_delta" in run("delta", status=2)
 
 
-def test_what_other_readers_say(tmp_path: Path) -> None:
-    """safetensors refuses a compressed file, and the message says what to install. Programs that only list a header can
-    list it. tests/engines has the messages of transformers, diffusers and vLLM."""
+def test_errors_of_other_readers(tmp_path: Path) -> None:
+    """safetensors refuses a compressed file, and its message says what to install. Programs that only list a header can
+    list the file. tests/engines has the messages of transformers, diffusers and vLLM."""
     safetensors = pytest.importorskip("safetensors")
     from safetensors.torch import load, load_file
 
@@ -329,7 +330,8 @@ def test_what_other_readers_say(tmp_path: Path) -> None:
     assert {"bias", *weights(0)} < set(header) and header["bias"]["dtype"] == "F32"
 
 
-# Mistaken command lines, their exit status, and words of the answer. M is a file, F a folder with a pytorch_model.bin.
+# Command lines with a mistake, their exit status, and words of the answer. M is a file, F a folder with a
+# pytorch_model.bin.
 MISTAKES: tuple[tuple[str, int, str], ...] = (
     ("compres M -o x", 2, "did you mean compress?"),
     ("version", 2, "write overwire --version"),
@@ -364,7 +366,7 @@ MISTAKES: tuple[tuple[str, int, str], ...] = (
 def test_mistakes(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: str, status: int, says: str
 ) -> None:
-    """The answer to a mistaken command says what to write instead, and no file is written."""
+    """The answer to a command with a mistake says what to write instead, and no file is written."""
     monkeypatch.chdir(tmp_path)
     ow.save_file(weights(0, 1), "model.safetensors")
     os.mkdir("folder")

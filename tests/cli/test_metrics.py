@@ -27,9 +27,9 @@ def model(tmp_path: Path) -> Path:
     return path
 
 
-def test_what_verbs_did_is_added_up(model: Path, tmp_path: Path) -> None:
-    """Runs, tensors, bytes, seconds and stages of each function are counted, and errors by class, even in threads and
-    for more calls than the queue of notes holds."""
+def test_calls_are_counted(model: Path, tmp_path: Path) -> None:
+    """The runs, tensors, bytes, seconds and stages of each function are counted, and errors by class, even in threads
+    and for more calls than the queue of notes holds."""
     before = ow.metrics().get("load", ow.VerbMetrics())
     for _ in range(3):
         ow.load_file(model, framework="np")
@@ -57,9 +57,8 @@ def test_what_verbs_did_is_added_up(model: Path, tmp_path: Path) -> None:
     assert not ow.metrics()["none"].errors  # the caller gets a copy
 
 
-def test_a_signal_handler_asks_while_verbs_are_added_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each function is counted once, and no call fails, if a signal handler that reads `metrics` runs between two
-    updates."""
+def test_a_signal_handler_reads_metrics_during_an_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If a signal handler reads `metrics` between two updates, each function is counted once, and no call fails."""
 
     class Interrupted(deque[tuple[str, str, str]]):
         def popleft(self) -> tuple[str, str, str]:
@@ -87,7 +86,7 @@ def test_a_signal_handler_asks_while_verbs_are_added_up(monkeypatch: pytest.Monk
         signal.signal(signal.SIGUSR1, before)
 
 
-def test_a_fork_while_another_thread_counts() -> None:
+def test_a_fork_while_another_thread_holds_the_lock() -> None:
     """A forked child can read its own counts, even if another thread held the lock during the fork."""
     counting.note("before", "null")
     holds, go_on = threading.Event(), threading.Event()
@@ -112,9 +111,9 @@ def test_a_fork_while_another_thread_counts() -> None:
     assert os.waitpid(child, 0)[1] == 0
 
 
-def test_what_cannot_be_opened_is_an_error(tmp_path: Path) -> None:
-    """Loads, streams, safe_open, inspect and bundles that find no file count one "open" error each. Alternative names
-    that are tried in order count none."""
+def test_missing_files_count_as_open_errors(tmp_path: Path) -> None:
+    """If a load, a stream, safe_open, inspect or a bundle finds no file, it counts one "open" error. Alternative names
+    that are tried in order do not count."""
     errors = lambda: ow.metrics().get("open", ow.VerbMetrics()).errors.get("NotFoundError", 0)  # noqa: E731
     before = errors()
     for verb in (ow.load_file, ow.safe_open, ow.inspect, lambda path: list(ow.stream(path, framework="np"))):
@@ -130,9 +129,9 @@ def test_what_cannot_be_opened_is_an_error(tmp_path: Path) -> None:
     assert errors() == before + 5
 
 
-def test_what_caches_do(tmp_path: Path) -> None:
-    """Objects and bytes from a store and from the cache are counted, including those that the cache served because the
-    store was offline. The Prometheus text shows them."""
+def test_cache_metrics(tmp_path: Path) -> None:
+    """Objects and bytes from a store and from the cache are counted, including those that the cache served while the
+    store was offline. The Prometheus text contains the counts."""
     (tmp_path / "served").mkdir()
     size = ow.save_file({"a": np.ones((300, 300), "f4")}, tmp_path / "served" / "m.safetensors").bytes_out
     options = {"cache": str(tmp_path / "cache"), "retries": 0}
@@ -161,7 +160,7 @@ def test_what_caches_do(tmp_path: Path) -> None:
 
 
 def test_prometheus(model: Path) -> None:
-    """Prometheus' own parser reads the text, even with unusual characters in labels."""
+    """Prometheus' own parser can read the text, even with unusual characters in labels."""
     ow.load_file(model, framework="np")
     counting.note('od"d\\\n', "", "Error")
     samples = {

@@ -1,6 +1,6 @@
 """Loads pipelines with this interpreter's diffusers and transformers, unpatched and under `patch_safetensors`, and
-compares every parameter byte for byte. `test_transformers.py` runs it. The arguments are an empty folder and, to run
-only some cases, their names. The last line is "ok" and the releases of diffusers and transformers."""
+compares every parameter byte for byte. `test_transformers.py` runs this program. The arguments are an empty folder and,
+to run only some cases, their names. The last line is "ok" and the releases of diffusers and transformers."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def load(folder: Path, **how: Any) -> Any:
 
 
 def tiny() -> Any:
-    """Builds a small pipeline of Stable Diffusion's classes."""
+    """Builds a small pipeline with Stable Diffusion's classes."""
     torch.manual_seed(3)
     unet = UNet2DConditionModel(
         sample_size=8, block_out_channels=(8, 16), layers_per_block=1, norm_num_groups=4, cross_attention_dim=16,
@@ -77,7 +77,8 @@ def same(want: Any, got: Any, what: Any) -> None:
 
 
 class Passes:
-    """Records the folder and the number of tensors of each pass of the engine, in the order in which they begin."""
+    """Records the folder and the number of tensors of each pass of the engine, in the order in which the passes
+    begin."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[str, int]] = []
@@ -127,7 +128,7 @@ def whole(folder: Path) -> None:
     maps: list[Any] = [None, *(["cpu"] if "cpu" in diffusers.pipelines.pipeline_utils.SUPPORTED_DEVICE_MAP else [])]
     dtypes = (None, torch.bfloat16, {"unet": torch.float16, "default": torch.float32})
     forms = (("packed", None), ("plain", None), ("plain", "cpu"))
-    # Not each combination of map, dtype, form and home, but each pair of two of them.
+    # Each pair of two of map, dtype, form and home is tested, but not each combination of all four.
     for (at, where), (number, dtype) in itertools.product(enumerate(maps), enumerate(dtypes)):
         how: dict[str, Any] = {"torch_dtype": dtype} if dtype is not None else {}
         how |= {"device_map": where} if where else {}
@@ -171,8 +172,8 @@ def building(then: Any) -> Iterator[None]:
 
 
 def ahead(folder: Path) -> None:
-    """The engine begins to read each model, including the text encoder, before the model is built, and only one model
-    ahead. A model that the caller passes is not read."""
+    """The engine begins to read each model before it is built, including the text encoder, but only one model in
+    advance. A model that the caller passes is not read."""
     folders(folder)
     built: list[str] = []
     passes = Passes()
@@ -199,7 +200,7 @@ def ahead(folder: Path) -> None:
     with ow.patch_safetensors(), passes.counted():
         assert load(folder / "packed", text_encoder=None).text_encoder is None
     assert sorted(name for name, _ in passes.seen) == ["unet", "vae"] and passes.ended(), passes.seen
-    config = folder / "packed" / "text_encoder" / "config.json"  # transformers decides how to read a quantised model
+    config = folder / "packed" / "text_encoder" / "config.json"  # transformers decides how to read it
     config.write_text(json.dumps(json.loads(config.read_text()) | {"quantization_config": {"quant_method": "none such"}}))
     passes = Passes()
 
@@ -212,7 +213,7 @@ def ahead(folder: Path) -> None:
 
 
 def alone(folder: Path) -> None:
-    """Loads single models: with device maps of several modules, with offload to disk, with low_cpu_mem_usage=False and
+    """Loads single models: with device maps for several modules, with offload to disk, with low_cpu_mem_usage=False and
     other options, with load_state_dict, and in diffusers' worker threads."""
     folders(folder, max_shard_size="30KB")
 
@@ -231,8 +232,8 @@ def alone(folder: Path) -> None:
                 model = unet(folder / kind / "unet", **how).eval()
             given = torch.ones(1, 4, 8, 8, dtype=model.dtype), 3, torch.ones(1, 5, 16, dtype=model.dtype)
             states.append({name: tensor for name, tensor in model.state_dict().items() if tensor.device.type != "meta"})
-            # Parameters may have a different alignment than in the unpatched load, so results may be rounded
-            # differently.
+            # Results may be rounded differently, because parameters may have another alignment than in the unpatched
+            # load.
             with torch.no_grad():
                 outputs.append(model(*given).sample)
         for output, state in zip(outputs, states, strict=True):
@@ -243,7 +244,7 @@ def alone(folder: Path) -> None:
     with ow.patch_safetensors():
         modeling = sys.modules["diffusers.models.modeling_utils"]
         got = modeling.load_state_dict(next((folder / "packed" / "unet").glob("*.safetensors")))
-        assert all(type(tensor) is torch.Tensor for tensor in got.values())  # no stand-ins outside from_pretrained
+        assert all(type(tensor) is torch.Tensor for tensor in got.values())  # lazy only in from_pretrained
         modeling.HF_ENABLE_PARALLEL_LOADING = True  # diffusers' worker threads read the shards
         passes = Passes()
         with passes.counted():
@@ -255,14 +256,14 @@ def alone(folder: Path) -> None:
 
 
 def lazy(folder: Path) -> None:
-    """Operations on a tensor before it is read have the usual result, and a tensor of another shape is refused as
+    """Operations on a tensor that was not read yet have the usual result. A tensor of another shape is refused as
     usual."""
     folders(folder)
     state: dict[str, Any] = {}
 
     def fix(self: Any, given: Any) -> None:
         state.update({name: tensor + 1 for name, tensor in given.items()})
-        given["conv_out.bias"] = given["conv_out.bias"] * 2  # now an ordinary tensor, not a lazy one
+        given["conv_out.bias"] = given["conv_out.bias"] * 2  # the result is an ordinary tensor
 
     before = diffusers.ModelMixin._fix_state_dict_keys_on_load
     diffusers.ModelMixin._fix_state_dict_keys_on_load = fix  # type: ignore[method-assign]
@@ -291,7 +292,8 @@ def lazy(folder: Path) -> None:
 
 
 def damaged(folder: Path) -> None:
-    """An error is typed and raised when its model is loaded. Data read ahead is freed, and the patch is undone."""
+    """If a file is damaged, the load of its model raises a typed error. Data read ahead is freed, and the patch is
+    undone."""
     folders(folder)
     before = diffusers.ModelMixin.__dict__["from_pretrained"], DiffusionPipeline.__dict__["from_pretrained"], safetensors.safe_open
 
@@ -351,7 +353,8 @@ def damaged(folder: Path) -> None:
 
 
 def memory(folder: Path) -> None:
-    """torch's allocator is asked once, before the load, for the GPU memory of all large tensors in their cast dtype."""
+    """Before the load, torch's allocator is asked once for the GPU memory of all large tensors in the requested
+    dtype."""
     from overwire.compat.safetensors import patching
     from overwire.integrations import diffusers as ours
 

@@ -13,7 +13,7 @@ import engines_vllm as base
 
 
 def load(root: Path, port: int) -> None:
-    """Loads the draft, the target and the draft again, as an engine may."""
+    """Loads the draft, the target, and the draft again, as an engine may do."""
     from vllm.config import set_current_vllm_config
     from vllm.distributed import init_distributed_environment, initialize_model_parallel
     from vllm.engine.arg_utils import EngineArgs

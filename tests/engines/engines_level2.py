@@ -31,7 +31,7 @@ GARBAGE = 0xA7
 
 
 def make_allocator() -> Any:
-    """Returns vLLM's allocator, which maps and unmaps by filling memory with garbage."""
+    """Returns vLLM's allocator with replaced calls. Unmapping fills the memory with garbage."""
     from overwire.integrations.vllm import sleeping
     from vllm import device_allocator
     from vllm.device_allocator import cumem
@@ -113,7 +113,7 @@ class Engine:
 
 
 class Watch:
-    """Counts vLLM's reloads, and collects the sleep back end's messages."""
+    """Counts vLLM's reloads, and collects the messages of the sleep back end."""
 
     def __init__(self) -> None:
         from overwire.integrations.vllm import sleeping
@@ -136,7 +136,7 @@ class Watch:
 
 
 def cycle(what: str, worker: Any, theirs: dict[str, Any], watch: Watch, reloads: int, said: str) -> float:
-    """Runs the two calls of vLLM's snapshot server. Returns the seconds of the second."""
+    """Runs the two calls of vLLM's snapshot server. Returns the seconds of the second call."""
     from vllm.snapshot import server
 
     engine, before = Engine(worker), watch.reloads
@@ -163,7 +163,7 @@ def cycle(what: str, worker: Any, theirs: dict[str, Any], watch: Watch, reloads:
 
 
 def open_things() -> list[str]:
-    """Returns the model and sleep files that this process has open or mapped."""
+    """Returns the model files and sleep files that this process has open or mapped."""
     ours = [os.readlink(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{name}")]
     ours += [line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines()]
     return sorted({name for name in ours if name.endswith(".safetensors") or "mountinfo" in name})
@@ -184,7 +184,7 @@ def check(name: str, load_format: str, root: Path, where: Where, watch: Watch) -
     worker.checkpoint_prepare()
     worker.checkpoint_restore()
     with torch.no_grad():
-        next(worker.model_runner.model.parameters()).view(-1)[3] += 1  # as training or a merged adapter would
+        next(worker.model_runner.model.parameters()).view(-1)[3] += 1  # like training or a merged adapter
     cycle(f"{what}, weights changed", worker, theirs, watch, 1, "the weights have changed")
     cycle(f"{what}, after the reload", worker, theirs, watch, 0, "restored")
     for file in images.iterdir():
@@ -201,7 +201,7 @@ def check(name: str, load_format: str, root: Path, where: Where, watch: Watch) -
 
 
 def share(what: str, worker: Any, theirs: dict[str, Any]) -> None:
-    """Tests level 1 with the host store, which has one copy of the weights of all workers with the same model."""
+    """Tests level 1 with the host store. All workers of a model use the one copy of its weights in the store."""
     worker.sleep(1)
     asleep = worker.sleep_mode_backend._asleep
     if asleep.stored or not asleep.shared:
@@ -216,7 +216,7 @@ def share(what: str, worker: Any, theirs: dict[str, Any]) -> None:
 
 
 def measure(root: Path, where: Where, watch: Watch) -> None:
-    """Prints the seconds of vLLM's reload by several formats, and of waking with overwire's file."""
+    """Prints the seconds of vLLM's reload with several formats, and of waking with overwire's file."""
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.reload.inplace import reload_weights
 

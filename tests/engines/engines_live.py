@@ -19,7 +19,7 @@ STEPS = 3  # pushed training steps
 
 
 class Workers:
-    """Replaces vLLM's control plane and calls the engine of each rank over gloo."""
+    """Replaces vLLM's control plane, and calls the engine of each rank over gloo."""
 
     def __init__(self, engine: Any, world: int, config: Any) -> None:
         self.engine, self.world, self.config = engine, world, config
@@ -39,7 +39,7 @@ class Workers:
                 getattr(self.engine, name)(*arguments)
 
     def serve(self) -> None:
-        """Executes the first rank's calls in another rank."""
+        """Runs the calls of the first rank in another rank."""
         while True:
             heard: list[Any] = [None]
             torch.distributed.broadcast_object_list(heard, 0)
@@ -72,7 +72,7 @@ class Source(dict):  # type: ignore[type-arg]
 
 
 def other(tensors: dict[str, Any], n: int) -> dict[str, Any]:
-    """Returns the same tensors after some training steps."""
+    """Returns the tensors as they are after some training steps."""
     torch.manual_seed(n)
     return {name: (t.float() * (1 + 0.01 * torch.randn(t.shape))).to(t.dtype) for name, t in tensors.items()}
 
@@ -98,7 +98,7 @@ def rank_main(base: Path, world: int, rank: int, port: int, names: list[str]) ->
         way: dict[str, Any] = {"where": str(at / f"pushes-{world}")}
         slices = tiny.planned()
         reason = transfer.obstacle_of(model, config.model_config)
-        assert reason is None or "CPU back end rearranges experts" in reason, reason  # vLLM repacks these
+        assert reason is None or "CPU back end rearranges experts" in reason, reason  # vLLM rearranges these experts
         for group, deltas in ((False, False), (True, reason is None)):
             if group:
                 way = {

@@ -43,7 +43,7 @@ def without_kernels() -> None:
         return output
 
     CPUAttentionBackendImpl.forward = forward
-    utils.check_cpu_sgl_kernel = lambda *_: False  # true on processors with AMX
+    utils.check_cpu_sgl_kernel = lambda *_: False  # it is true on processors with AMX
     CustomOp.dispatch_forward = lambda self, *_, **__: self.forward_native
 
 
@@ -59,7 +59,7 @@ def outputs(model: Any, config: Any, tokens: int) -> tuple[torch.Tensor, torch.T
 
 
 def streams(path: Path, plain: Path, where: tuple[int, int, int]) -> None:
-    """Streams with no layer, one layer and all layers resident."""
+    """Streams a model while all layers, all but one or none are streamed, and compares outputs and weights."""
     theirs, config = base.load(plain, *where, "safetensors")
     wanted = {tokens: outputs(theirs, config, tokens) for tokens in (1, 9)}
     layer = sum(parameter.nbytes for parameter in theirs.model.layers[0].parameters())
@@ -86,7 +86,7 @@ def streams(path: Path, plain: Path, where: tuple[int, int, int]) -> None:
 
 
 def compiles(path: Path, plain: Path, where: tuple[int, int, int]) -> None:
-    """Compiles a model as vLLM does: divided at attention and at streamed layers, which have fixed slots."""
+    """Compiles a model like vLLM: it is divided at attention and at streamed layers, which have fixed slots."""
     from overwire._compat_api import stream_blocks
     from overwire.integrations.vllm.streaming import prepare_config
     from overwire.offloading.fixed import OPERATOR

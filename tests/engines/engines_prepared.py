@@ -21,13 +21,13 @@ import engines_vllm as base
 
 FP8 = {
     **base.LLAMA,
-    "intermediate_size": 192,  # gives both ranks whole blocks
+    "intermediate_size": 192,  # both ranks get whole blocks
     "quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [16, 32]},
 }
 
 
 class Log:
-    """Collects later messages of overwire's loader."""
+    """Collects messages of overwire's loader."""
 
     def __init__(self) -> None:
         from overwire.integrations.vllm import prepared
@@ -50,7 +50,8 @@ class Log:
 
 
 def start(path: Path, folder: Path, where: tuple[int, int, int], **more: Any) -> tuple[Any, Any]:
-    """Starts with prepared state in a folder and finishes its writing. more: other arguments of the engine."""
+    """Starts with prepared state in a folder, and waits until the state is written. more: other arguments of the
+    engine."""
     from overwire.integrations.vllm import prepared
 
     world, rank, port = where
@@ -71,7 +72,7 @@ def held(model: Any) -> dict[str, Any]:
 
 
 def same(what: str, model: Any, theirs: Any) -> None:
-    """Compares two models completely."""
+    """Compares all tensors and attributes of two models."""
     tensors, more = theirs
     wrong = base.differences(base.state(model), tensors)
     ours = held(model)
@@ -89,8 +90,8 @@ def same(what: str, model: Any, theirs: Any) -> None:
 def starts(
     name: str, path: Path, folder: Path, log: Log, where: tuple[int, int, int], **more: Any
 ) -> tuple[dict[str, Any], Any, Any]:
-    """Compares a first start and a later one with vLLM's own load. more: other arguments of the engine. Returns the
-    tensors of vLLM's load, and the later model with its configuration."""
+    """Compares a first and a later start with vLLM's own load. more: other arguments of the engine. Returns the tensors
+    of vLLM's load, and the later model with its configuration."""
     slices = base.planned()
     own, _ = base.load(path, *where, "safetensors", **more)
     theirs = base.state(own), held(own)
@@ -107,7 +108,7 @@ def starts(
 
 
 def models(root: Path, log: Log, where: tuple[int, int, int], names: list[str]) -> None:
-    """Tests each model's first start, a later one, and vLLM's reload of the later model."""
+    """Tests the first start of each model, a later start, and vLLM's reload of the later model."""
     import vllm
 
     for name in names:
@@ -124,8 +125,8 @@ def models(root: Path, log: Log, where: tuple[int, int, int], names: list[str]) 
 
 
 def with_fp8() -> None:
-    """Replaces vLLM's kernels for fp8, which need AMX and compiled code, with a function that only changes the weights'
-    layout."""
+    """Replaces vLLM's kernels for fp8, which need AMX and compiled code, with a function that only changes the layout
+    of the weights."""
     from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUFp8BlockScaledMMKernel
     from vllm.model_executor.utils import replace_parameter
 
@@ -148,8 +149,8 @@ def rank_main(root: Path, world: int, rank: int, port: int, names: list[str]) ->
 
 
 def refusals(root: Path, log: Log, where: tuple[int, int, int]) -> None:
-    """Damage, changed files, other settings and foreign code lead to the usual load, with a logged reason and the right
-    weights."""
+    """After damage, changed files, other settings or foreign code, the usual load follows, with a logged reason and the
+    right weights."""
     import torch
     from overwire.integrations.vllm import prepared
 
@@ -186,7 +187,7 @@ def refusals(root: Path, log: Log, where: tuple[int, int, int]) -> None:
     check("it has allow_patterns_overrides")
     del LlamaForCausalLM.allow_patterns_overrides
     for name in folder.glob("*.safetensors"):
-        name.unlink()  # removes, among others, the note that such a model does not fit
+        name.unlink()  # including the note that this model does not fit
     check("stored prepared state in")
     check("restored prepared state")
     check_failed_starts(path, root / "failed", where, log, (base.state(first), held(first)))
@@ -195,7 +196,7 @@ def refusals(root: Path, log: Log, where: tuple[int, int, int]) -> None:
         prepared._compare_model = functools.partial(fail, error)
         check("does not match: passes")
         prepared._compare_model = compare
-        check("restored prepared state")  # its file is still there
+        check("restored prepared state")  # the earlier file is still there
     check_hostile_records(path, root / "hostile", where, log)
     if alive := check_refused_memory(path, folder, where, log):
         raise SystemExit(f"vLLM's own load begins while a refused model still has {alive} tensors")
@@ -217,8 +218,8 @@ def fail(error: Exception, *_: Any) -> Any:
 
 
 def check_failed_starts(path: Path, folder: Path, where: tuple[int, int, int], log: Log, theirs: Any) -> None:
-    """A model that is deleted before the engine is ready leaves no state to write, and no memory. State that cannot be
-    described, digested or written does not prevent a start."""
+    """If a model is deleted before the engine is ready, no state to write and no memory is left. If state cannot be
+    described, digested or written, the start still works."""
     from overwire.integrations.vllm import prepared
 
     model, _ = base.load(path, *where, "overwire", {"prepared": str(folder)})
@@ -245,7 +246,7 @@ def check_hostile_records(path: Path, folder: Path, where: tuple[int, int, int],
 
     find, note = prepared.keep_files.find_file, prepared.keep_files.note_refusal
     start(path, folder, where)
-    prepared.keep_files.note_refusal = lambda *_: None  # keeps the file
+    prepared.keep_files.note_refusal = lambda *_: None  # so that the file stays
 
     def find_changed(change: Callable[[dict[str, Any]], Any], *args: Any) -> Any:
         kept = find(*args)
@@ -263,7 +264,7 @@ def check_hostile_records(path: Path, folder: Path, where: tuple[int, int, int],
 
 
 def check_refused_memory(path: Path, folder: Path, where: tuple[int, int, int], log: Log) -> int:
-    """Returns how many tensors of a refused model still exist when vLLM's own load begins."""
+    """Returns how many tensors of a refused model exist when vLLM's own load begins."""
     from overwire.integrations.vllm import prepared
 
     tensors: list[weakref.ref[Any]] = []

@@ -22,10 +22,10 @@ import engines_vllm as base
 import torch
 
 SMALL = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
-Where = tuple[int, int, int]  # the number of ranks, this rank, and the rendezvous port
+Where = tuple[int, int, int]  # the number of ranks, this rank, and the port to connect to
 MODELS = {"dense": {**base.LLAMA, **SMALL}, "experts": {**base.MIXTRAL, **SMALL}}
 BOTH, CT = ("dense", "experts"), "compressed-tensors"
-GROUP = 32  # columns that share a scale
+GROUP = 32  # this many columns share a scale
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": True, "lm_head": False}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}
@@ -37,7 +37,7 @@ SIXTEEN = {"strategy": "tensor_group", "group_size": 16}
 
 
 def numbers(bits: int, kind: str, more: dict[str, Any]) -> dict[str, Any]:
-    """Describes weights or inputs as compressed-tensors does."""
+    """Describes the numbers of weights or inputs like compressed-tensors."""
     return {"num_bits": bits, "type": kind, "symmetric": True, "dynamic": False, "observer": "minmax", **more}
 
 
@@ -111,24 +111,24 @@ CASES: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "int8 from bf16": ("int8_per_channel_weight_only", {}, ("dense",)),
 }  # fmt: skip
 
-# Modules of vLLM's expert kernels that can be imported here, in addition to those in plain torch.
+# Modules of vLLM's expert kernels that can be imported here. Modules in plain torch are always imported.
 KINDS = ("marlin_moe", "triton_moe")
 
 # Methods for which vLLM has no experts on CPUs.
 INTEGERS = ("GPTQ", "AWQ", "AutoRound", "W4A", "W8A16", "W8A8, int8", "Quark int8")
 
-# Methods for which vLLM accepts processed weights, which prepared state needs.
+# Methods for which vLLM accepts processed weights. Prepared state needs this.
 _EITHER = ("fp8", "fp8, static", "fp8, blocks", "ModelOpt NVFP4")
 PREPARED = frozenset(f"{kind}, {case}" for case in _EITHER for kind in BOTH) | {
     f"dense, {case}" for case in ("ModelOpt MXFP8", "MXFP8", "int8 from bf16")
 }
 
-# Cases for two ranks. They include each form of dividing a parameter.
+# Cases for two ranks. They include each way to divide a parameter.
 DIVIDED = ("GPTQ", "AWQ", "W4A16", "W8A8, int8", "NVFP4", "fp8", "fp8, blocks", "ModelOpt MXFP8", "Quark MXFP4")
 
 
 def choose_as_on_a_gpu() -> None:
-    """Makes vLLM choose the kernels of an H100 on the CPU, where they never run."""
+    """Makes vLLM choose the kernels of an H100 on the CPU. The kernels never run."""
     from vllm import _custom_ops
     from vllm.model_executor.kernels import linear
     from vllm.model_executor.layers.fused_moe import experts
@@ -161,7 +161,7 @@ def choose_as_on_a_gpu() -> None:
 
 @contextlib.contextmanager
 def as_on_a_gpu() -> Iterator[None]:
-    """Makes vLLM treat the machine as one with NVIDIA GPUs."""
+    """Makes vLLM treat this machine as a machine with NVIDIA GPUs."""
     from vllm.platforms import current_platform
 
     kind = type(current_platform)
@@ -173,7 +173,7 @@ def as_on_a_gpu() -> Iterator[None]:
 
 
 class Starts:
-    """Makes models as for a GPU. Keeps each one's state before it was processed, and the error of processing."""
+    """Makes models as for a GPU. Keeps the state of each model before it was processed, and the error of processing."""
 
     def __init__(self) -> None:
         from vllm.model_executor.model_loader import base_loader
@@ -192,17 +192,17 @@ class Starts:
         self.before, self.failed = everything(model), ""
         try:
             self._process(model, *more)
-        except Exception as error:  # methods without a kernel here fail in both loads
+        except Exception as error:  # without a kernel here, processing fails in both loads
             self.failed = f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 def everything(model: Any) -> dict[str, Any]:
-    """Returns parameters and buffers, with their own and the modules' plain attributes."""
+    """Returns parameters and buffers, and the plain attributes of parameters and modules."""
     out = base.state(model)
     holders = [*model.named_modules(), *model.named_parameters()]
     for path, holder in holders:
         for name, value in vars(holder).items():
-            if name in ("_overwire_model", "training"):  # models share position modules
+            if name in ("_overwire_model", "training"):  # several models share the modules for positions
                 continue
             if isinstance(value, (bool, int, float, str, torch.dtype, torch.Size)):
                 out[f"{path}: {name}"] = torch.tensor(list(repr(value).encode()))
@@ -214,13 +214,13 @@ def values(name: str, shape: list[int], dtype: torch.dtype) -> torch.Tensor:
     if dtype in (torch.int32, torch.int64, torch.uint8, torch.int8):
         info = torch.iinfo(dtype)
         return torch.randint(info.min, info.max, shape, dtype=torch.int64).to(dtype)
-    if "input" in name:  # the parts of a fused projection have equal input scales
+    if "input" in name:  # equal for all parts of a fused projection
         return torch.full(shape, 0.02).to(dtype)
     return (torch.rand(shape) * 0.02 + 0.01 if "scale" in name else torch.randn(shape) * 0.02).to(dtype)
 
 
 def checkpoint_of(model: Any, config: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Returns tensors as in a file of this model."""
+    """Returns the tensors that a file of this model would have."""
     torch.manual_seed(7)
     out: dict[str, torch.Tensor] = {}
     parts = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
@@ -306,7 +306,7 @@ def write_checkpoint(path: Path, config: dict[str, Any], where: Where, starts: S
 
 
 class Log:
-    """Collects later messages of overwire's loader."""
+    """Collects messages of overwire's loader."""
 
     def __init__(self) -> None:
         from overwire.integrations.vllm import loader
@@ -321,7 +321,7 @@ class Log:
 
 
 def compare(root: Path, case: str, kind: str, where: Where, starts: Starts, log: Log) -> None:
-    """Loads a model with vLLM itself and with overwire, by its defaults, with `plan` and with `offload`."""
+    """Loads a model with vLLM itself and with overwire: with defaults, with `plan` and with `offload`."""
     from overwire.integrations.vllm.methods import COPIED
     from vllm.model_executor.model_loader import get_model
 
@@ -363,7 +363,7 @@ def compare(root: Path, case: str, kind: str, where: Where, starts: Starts, log:
 
 
 def takes_processed(model: torch.nn.Module) -> bool:
-    """Returns whether a model's methods allow prepared state."""
+    """Returns whether the quantisation methods of a model allow prepared state."""
     from overwire.integrations.kept_model.keep_files import Refused
     from overwire.integrations.vllm.prepared import _check_supported
 

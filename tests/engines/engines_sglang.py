@@ -32,7 +32,7 @@ def refused(words: str, call: Any) -> None:
 
 
 class Fused(torch.nn.Module):
-    """Holds rows of q, k and v in one parameter, and half of the output's columns in another."""
+    """A model with rows of q, k and v in one parameter, and half of the output's columns in another."""
 
     reads = False
 
@@ -53,13 +53,13 @@ class Fused(torch.nn.Module):
 
 
 class Computes(Fused):
-    """A Fused with a loader that needs the data for an operation."""
+    """A Fused with a loader that computes with the data."""
 
     reads = True
 
 
 def planned(loader: Any, folder: str, tensors: dict[str, torch.Tensor]) -> None:
-    """Loads a model with SGLang's loader, by slices or, where data is needed, tensor by tensor."""
+    """Loads a model with SGLang's loader by slices or, if the loader needs data, tensor by tensor."""
     at = "model.layers.0.self_attn."
     fused = torch.cat([tensors[f"{at}{part}_proj.weight"] for part in "qkv"])
     config = types.SimpleNamespace(model_path=folder, revision=None, hf_config=types.SimpleNamespace())
@@ -74,8 +74,8 @@ def planned(loader: Any, folder: str, tensors: dict[str, torch.Tensor]) -> None:
 
 
 def updated(base: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """SGLang's own updater loads all weights, some weights, a folder that fails, and weights again after the rollback.
-    The updater's loader has not loaded a model before."""
+    """SGLang's updater loads all weights, some weights, a folder that fails, and the weights again in the rollback. The
+    updater's loader has not loaded a model before."""
     from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
 
     at = "model.layers.0.self_attn."
@@ -114,7 +114,7 @@ def updated(base: Path, tensors: dict[str, torch.Tensor]) -> None:
     try:
         did, words = update("damaged")
         assert not did, words
-    except Exception as error:  # SGLang's rollback reads the same files
+    except Exception as error:  # SGLang's rollback fails, because it reads the same files
         words = str(error)
     assert file.name in words and "chunk" in words, words
     assert update("first")[0]
@@ -166,5 +166,5 @@ if __name__ == "__main__":
     if sys.argv[1:]:
         main(Path(sys.argv[1]))
         sys.exit()
-    with tempfile.TemporaryDirectory(prefix="overwire-sglang-") as made:  # also for the socket of the host store
+    with tempfile.TemporaryDirectory(prefix="overwire-sglang-") as made:  # the host store has its socket in this folder
         sys.exit(subprocess.call([sys.executable, __file__, made], env={**os.environ, "XDG_RUNTIME_DIR": made}))

@@ -26,7 +26,7 @@ Where = tuple[int, int, int]
 
 
 def compare_scales(root: Path, log: kept.Log, where: Where) -> None:
-    """KV cache scales of the checkpoint are in the layers' buffers and numbers."""
+    """The KV cache scales of the checkpoint are in buffers and numbers of the layers."""
     tensors = base.quantised(base.weights(kept.FP8), 16, 32)
     for n in range(base.LAYERS):
         at = f"model.layers.{n}.self_attn."
@@ -58,7 +58,7 @@ def write_adapter(path: Path) -> Path:
 
 
 def add_adapters(model: Any, config: Any, path: Path) -> dict[str, Any]:
-    """Wraps a model with vLLM's adapter manager, with one active adapter, and returns its tensors by name."""
+    """Wraps a model with vLLM's adapter manager and one active adapter, and returns its tensors by name."""
     from vllm.lora.request import LoRARequest
     from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 
@@ -77,7 +77,7 @@ def add_adapters(model: Any, config: Any, path: Path) -> dict[str, Any]:
 
 
 def compare_adapters(root: Path, log: kept.Log, where: Where) -> None:
-    """Compares two starts of a model if vLLM wraps its layers for adapters before its state is written."""
+    """Compares two starts of a model. vLLM wraps its layers for adapters before the state is written."""
     from overwire.integrations.vllm import prepared
 
     path, more = root / "llama/plain", {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
@@ -94,7 +94,7 @@ def compare_adapters(root: Path, log: kept.Log, where: Where) -> None:
             raise SystemExit(f"with adapters, {words}: {wrong}")
         print(f"  with adapters, {words}: {len(theirs)} tensors equal vLLM's own load", flush=True)
     kept.start(path, root / "prepared", where)
-    log.take("stored prepared state in")  # without adapters, the state is a different one
+    log.take("stored prepared state in")  # without adapters, other state is needed
 
 
 def load_draft(kind: str, config: Any, target: Any) -> Any:
@@ -115,8 +115,8 @@ def load_draft(kind: str, config: Any, target: Any) -> Any:
 
 
 def compare_drafts(root: Path, log: kept.Log, where: Where) -> None:
-    """Loads drafts next to their models, with separate prepared state: one shares the model's head and embeddings, the
-    other is a small complete model."""
+    """Loads drafts with their models. Drafts have separate prepared state. One draft shares the model's head and
+    embeddings, the other is a small complete model."""
     from overwire.integrations.vllm import prepared
 
     torch.manual_seed(11)
@@ -159,7 +159,8 @@ def compare_stages(root: Path, log: kept.Log, where: Where) -> None:
 
 
 def compare_pushes(root: Path, log: kept.Log, where: Where) -> None:
-    """Pushes a trainer's weights into a model made from prepared state. The result equals a load of these weights."""
+    """Pushes a trainer's weights into a model made from prepared state. The result equals a load of the pushed
+    weights."""
     from overwire.integrations.vllm import transfer
     from vllm.config.weight_transfer import WeightTransferConfig
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory, WeightTransferTrainerFactory
@@ -185,7 +186,7 @@ def compare_pushes(root: Path, log: kept.Log, where: Where) -> None:
 
 
 class Allocator:
-    """Replaces vLLM's GPU allocator: a model's memory is on the host, and zero while the model sleeps."""
+    """Replaces vLLM's GPU allocator. The memory of a model is on the CPU, and is zero while the model sleeps."""
 
     def __init__(self, model: Any) -> None:
         self.memory = {}
@@ -213,7 +214,8 @@ def tensors_of(model: Any) -> list[torch.Tensor]:
 
 
 def compare_sleep(root: Path, log: kept.Log, where: Where) -> None:
-    """If a model is put to sleep while its state is written, the writing ends first. Prepared models also sleep."""
+    """If a model is put to sleep while its state is written, the writing ends first. Models made from prepared state
+    also sleep."""
     from overwire.integrations import vllm as plugin
     from overwire.integrations.vllm import prepared, sleeping
     from vllm import device_allocator

@@ -91,7 +91,7 @@ def weights(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def quantised(tensors: dict[str, Any], rows: int, columns: int) -> dict[str, Any]:
-    """Returns a checkpoint in fp8, with a scale for each block of rows and columns."""
+    """Returns a checkpoint in fp8 with a scale for each block of rows and columns."""
     import torch
 
     out = {}
@@ -128,7 +128,7 @@ def folder(path: Path, config: dict[str, Any], tensors: dict[str, Any], compress
 
 
 def plug_in(base: Path) -> Path:
-    """Makes a folder for the import path with the wheel's entry points, as pip would write them."""
+    """Makes a folder for the import path that has the wheel's entry points, as after an installation with pip."""
     sys.path.insert(0, str(ROOT))
     import setup
 
@@ -142,7 +142,7 @@ def plug_in(base: Path) -> Path:
 def load(
     model: Path, world: int, rank: int, port: int, load_format: str, extra: dict[str, Any] | None = None, **more: Any
 ) -> Any:
-    """Returns (model, configuration) of vLLM's get_model. more: other arguments of the engine."""
+    """Loads a model with vLLM's get_model and returns (model, configuration). more: other arguments of the engine."""
     from vllm.config import set_current_vllm_config
     from vllm.distributed import init_distributed_environment, initialize_model_parallel
     from vllm.distributed.parallel_state import destroy_model_parallel
@@ -166,7 +166,7 @@ def load(
     parallel = config.parallel_config
     with set_current_vllm_config(config):
         init_distributed_environment(world, rank, f"tcp://127.0.0.1:{port}", rank, backend="gloo")
-        destroy_model_parallel()  # a group for experts exists only if the model has experts
+        destroy_model_parallel()  # the next model may need other groups, such as one for experts
         initialize_model_parallel(parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
         return get_model(vllm_config=config), config
 
@@ -204,17 +204,17 @@ def fails(what: str, words: tuple[str, ...], call: Any) -> None:
 
 
 def without_kernels() -> None:
-    """Replaces the compiled repacking of weights with functions that do nothing."""
+    """Replaces vLLM's compiled function that repacks weights with a function that does nothing."""
     from vllm.model_executor.layers import utils
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
     from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 
-    utils.check_cpu_sgl_kernel = lambda *_: False  # True on processors with AMX
+    utils.check_cpu_sgl_kernel = lambda *_: False  # it is True on processors with AMX
     UnquantizedFusedMoEMethod.process_weights_after_loading = QuantizeMethodBase.process_weights_after_loading
 
 
 def planned() -> list[int]:
-    """Returns a list to which the number of slices of each executed plan is appended."""
+    """Returns a list. Each plan that is executed appends its number of slices."""
     from overwire.integrations.load_plan import copies
 
     out: list[int] = []
@@ -229,7 +229,7 @@ def planned() -> list[int]:
 
 
 def reads() -> list[int]:
-    """Returns a list to which each shared load appends the bytes that this rank has read."""
+    """Returns a list. Each shared load appends the number of bytes that this rank has read."""
     from overwire.integrations.load_plan import run_plan
 
     read: list[int] = []
@@ -245,7 +245,7 @@ def reads() -> list[int]:
 
 
 def rank_main(base: Path, world: int, rank: int, port: int, urls: list[str]) -> None:
-    """Loads all models from the folder or, if there is a URL, a model from the store."""
+    """Loads all models from the folder or, if there is a URL, one model from the store."""
     if urls:
         from_store(base, rank, port, urls[0])
         return
@@ -261,7 +261,7 @@ def rank_main(base: Path, world: int, rank: int, port: int, urls: list[str]) -> 
         at = base / name
         theirs = state(load(at / "plain", world, rank, port, "safetensors")[0])
         for kind in ("plain", "compressed"):
-            if kind == "compressed":  # reads while the loader runs
+            if kind == "compressed":  # the loader still runs while tensors are read
                 run_plan.APART = record_copies.EARLY = 1
             for plan in (True, False):
                 plans.clear()
@@ -276,7 +276,7 @@ def rank_main(base: Path, world: int, rank: int, port: int, urls: list[str]) -> 
                     f"  {name}, {kind}: {len(theirs)} tensors equal vLLM's own load, {sum(plans)} slices planned",
                     flush=True,
                 )
-                if plan and world > 1 and kind == "plain":  # parts of small tensors share chunks
+                if plan and world > 1 and kind == "plain":  # compressed tensors are small, so their parts share chunks
                     shared(at / kind, read)
             run_plan.APART, record_copies.EARLY = normal
             reload(model, config, theirs)
@@ -294,7 +294,7 @@ def rank_main(base: Path, world: int, rank: int, port: int, urls: list[str]) -> 
 
 
 def from_store(base: Path, rank: int, port: int, url: str) -> None:
-    """Two ranks share the reading from a store by default."""
+    """Two ranks share the reads from a store by default."""
     without_kernels()
     read = reads()
     at = base / "llama"
@@ -314,7 +314,7 @@ def shared(path: Path, read: list[int]) -> None:
     every: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(every, read[0] if len(read) == 1 else None)
     stored = sum(file.stat().st_size for file in path.glob("*.safetensors"))
-    most = 1.5 if path.parent.name == "experts" else 1.05  # a rank also reads small gaps between its experts
+    most = 1.5 if path.parent.name == "experts" else 1.05  # each rank also reads small gaps between its experts
     if None in every or sum(every) > most * stored:
         raise SystemExit(f"{path}: the ranks have read {every} bytes of {stored}")
     print(f"    the ranks read {every} bytes, {sum(every) / stored:.3f} of the files", flush=True)
@@ -361,8 +361,8 @@ def load_hosted(path: Path, port: int) -> Any:
 
 
 def check_host_store(differ: Callable[[], Any]) -> None:
-    """Loads a model that the host store does not have, and then again from the store. differ: loads it, and returns
-    what is wrong."""
+    """Loads a model that the host store does not have, and then again from the store. differ: loads the model, and
+    returns the differences."""
     import overwire
 
     for source in ("files", "host store"):
@@ -424,7 +424,7 @@ def environment(base: Path, site: Path) -> dict[str, str]:
         "OMP_NUM_THREADS": "1",
     }
     env.update(
-        XDG_RUNTIME_DIR=str(base),  # of the host store
+        XDG_RUNTIME_DIR=str(base),  # for the host store's socket
         VLLM_NO_USAGE_STATS="1",
         HF_HUB_OFFLINE="1",
         VLLM_CACHE_ROOT=str(base / "cache"),
@@ -434,7 +434,7 @@ def environment(base: Path, site: Path) -> dict[str, str]:
 
 
 def free_port() -> int:
-    """Returns a port that no program listens on."""
+    """Returns a port on which no program listens."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return int(s.getsockname()[1])
@@ -445,7 +445,7 @@ HOST_STORE = [sys.executable, "-m", "overwire", "host"]
 
 @contextlib.contextmanager
 def host_store(env: Mapping[str, str]) -> Iterator[None]:
-    """Runs the host store of an environment."""
+    """Runs the host store with an environment."""
     command = [*HOST_STORE, "--budget", "1GB"]
     store = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     try:
@@ -464,7 +464,7 @@ def host_entries() -> list[dict[str, Any]]:
 
 @contextlib.contextmanager
 def plugged_folder(prefix: str) -> Iterator[tuple[Path, dict[str, str]]]:
-    """Makes a temporary folder with overwire as a plug-in, and the environment of a rank."""
+    """Makes a temporary folder with overwire as a plug-in, and yields it with the environment of a rank."""
     root = Path(tempfile.mkdtemp(prefix=prefix))
     try:
         yield root, environment(root, plug_in(root))
@@ -473,21 +473,21 @@ def plugged_folder(prefix: str) -> Iterator[tuple[Path, dict[str, str]]]:
 
 
 def run_ranks(script: str, root: Path, world: int, names: Iterable[str], env: dict[str, str]) -> None:
-    """Runs a script, which calls `run_as_rank`, once for each rank. Raises SystemExit unless all succeed."""
+    """Runs a script once for each rank. The script calls `run_as_rank`. Raises SystemExit unless all ranks succeed."""
     command, port = [sys.executable, script, "--rank", str(root), str(world)], str(free_port())
     runs = [subprocess.Popen([*command, str(rank), port, *names], env=env) for rank in range(world)]
     try:
         codes = [run.wait(1200) for run in runs]
     finally:
         for run in runs:
-            run.kill()  # does nothing to ended processes
+            run.kill()  # has no effect on a process that has ended
     if any(codes):
         raise SystemExit(f"{world} ranks: exit codes {codes}")
 
 
 def run_as_rank(rank_main: Callable[[Path, int, int, int, list[str]], None]) -> bool:
     """Returns whether `run_ranks` has started this process. If so, first calls rank_main with the folder, the number of
-    ranks, this rank, the rendezvous port, and the names."""
+    ranks, this rank, the port to connect to, and the names."""
     if sys.argv[1:2] != ["--rank"]:
         return False
     root, world, rank, port, *names = sys.argv[2:]
@@ -504,7 +504,7 @@ def main() -> None:
             folder(root / name / "plain", config, tensors, False)
             folder(root / name / "compressed", config, tensors, True)
         with overwire_serve(root) as url:
-            # With "mapped", two ranks share the reading.
+            # With "mapped", two ranks share the reads.
             for world, how, urls in ((1, "mapped", []), (2, "mapped", []), (2, "auto", [url])):
                 run_ranks(__file__, root, world, urls, env | {"OVERWIRE_EXCHANGE": how})
         print("all loads equal vLLM's own")

@@ -1,6 +1,6 @@
 """Loads a model with transformers' tensor-parallel plan in two ranks, unpatched and under `patch_safetensors`. Compares
-each rank's shards byte for byte, and prints the bytes that each has read. `test_transformers.py` runs it with each
-release. The argument is an empty folder. The last line is "ok" and the release."""
+each rank's shards byte for byte, and prints how many bytes each rank has read. `test_transformers.py` runs this program
+with each release. The argument is an empty folder. The last line is "ok" and the release."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 import transformers  # noqa: E402
 
-# Modules are imported once for both ranks. None starts a thread.
+# Both ranks use these modules, which are imported before the fork. They start no threads.
 CLASSES = {"dense": transformers.LlamaForCausalLM, "experts": transformers.MixtralForCausalLM}
-RANK = 1 if os.fork() else 0  # rank 1 waits for rank 0
+RANK = 1 if os.fork() else 0  # rank 1 is the parent, which waits for rank 0
 os.environ |= {"RANK": str(RANK), "LOCAL_RANK": str(RANK)}
 
 
@@ -36,7 +36,8 @@ def reads() -> int:
 
 
 def check(folder: Path, kind: str) -> None:
-    """Asserts that a model's shards equal the unpatched load's and that compressed files are only partly read."""
+    """Asserts that a model's shards equal those of the unpatched load, and that compressed files are only partly
+    read."""
     five = int(transformers.__version__.split(".")[0]) >= 5
     if not five:  # torch 2.11 refuses the Shard(-1) of its plans, and all weights here have two dimensions
         import transformers.integrations.tensor_parallel as plans
@@ -96,7 +97,7 @@ def main() -> None:
         check(root / kind, kind)
         dist.barrier()
     dist.destroy_process_group()
-    # One write, which the other rank's output cannot interrupt.
+    # This is one write, so that the output of the other rank cannot interrupt it.
     print(f"{'ok' if RANK else 'done'} {transformers.__version__}\n", end="", flush=True)
 
 

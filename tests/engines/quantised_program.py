@@ -1,7 +1,7 @@
 """Loads models in quantisers' formats with this interpreter's transformers, unpatched and under `patch_safetensors`,
 from plain and compressed files, and quantises while loading. Compares every part of every tensor byte for byte.
-`test_quantised.py` runs it with each release. The first argument is an empty folder, the others are names of cases.
-Prints for each case that it is equal or why it cannot run. The last line is "ok" and the release."""
+`test_quantised.py` runs this program with each release. The first argument is an empty folder, the others are names of
+cases. Prints for each case that it is equal or why it cannot run. The last line is "ok" and the release."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ import torch  # noqa: E402
 import transformers  # noqa: E402
 
 SMALL = {"vocab_size": 192, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4}
-GROUP = 128  # columns that share a scale
+GROUP = 128  # this many columns share a scale
 auto = transformers.AutoModelForCausalLM.from_pretrained
 
 
@@ -37,7 +37,7 @@ class Missing(Exception):
 
 
 def parts(name: str, tensor: Any) -> Iterator[tuple[str, Any]]:
-    """Yields the plain tensors that a tensor consists of, and its other contents."""
+    """Yields the plain tensors of which a tensor consists, and its other contents."""
     if hasattr(type(tensor), "__tensor_flatten__") or hasattr(tensor, "tensor_data_names"):
         inner, rest = tensor.__tensor_flatten__()
         yield f"{name}: {type(tensor).__name__}", repr(rest)
@@ -55,14 +55,14 @@ def parts(name: str, tensor: Any) -> Iterator[tuple[str, Any]]:
 
 
 def state(model: Any) -> dict[str, Any]:
-    """Returns every parameter and buffer in parts, including those that are not saved."""
+    """Returns the parts of every parameter and buffer, even if it is not saved."""
     found = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
     found |= {f"state {name}": value for name, value in model.state_dict().items()}
     return {part: held for name, value in found.items() for part, held in parts(name, value)}
 
 
 def same(want: Any, got: Any, what: Any) -> int:
-    """Asserts equal kind, dtype, device and bytes of all parts, and returns their number."""
+    """Asserts that all parts have equal kind, dtype, device and bytes, and returns their number."""
     a, b = state(want), state(got)
     assert a.keys() == b.keys(), (what, sorted(a.keys() ^ b.keys())[:9])
     for name, left in a.items():
@@ -79,9 +79,9 @@ def same(want: Any, got: Any, what: Any) -> int:
 
 
 def compare(folder: Path, nibbles: int = 0, answers: bool = False, **more: Any) -> int:
-    """Compares the unpatched load of `plain` with patched loads of plain and compressed files. No load changes a
-    file. nibbles: the least number of tensors compressed as packed 4-bit numbers. answers: also compares the models'
-    outputs."""
+    """Compares the unpatched load of `plain` with patched loads of plain and compressed files, and asserts that no load
+    changes a file. nibbles: the least number of tensors that are compressed as packed 4-bit numbers. answers: also
+    compares the models' outputs."""
     more = {"device_map": "cpu", "dtype": "auto"} | more
     if not (folder / "packed").exists():
         ow.convert(folder / "plain", folder / "packed")
@@ -116,7 +116,7 @@ def llama() -> Any:
 
 
 def while_loading(folder: Path, config: Any, saved: bool = True) -> int:
-    """Quantises while loading from many shards, and compares loads of the saved result."""
+    """Quantises a model while it is loaded from many shards, and compares loads of the saved result."""
     llama().save_pretrained(folder / "source" / "plain", max_shard_size="400KB")
     count = compare(folder / "source", quantization_config=config)
     if not saved:
@@ -135,7 +135,7 @@ def while_loading(folder: Path, config: Any, saved: bool = True) -> int:
 def replaced(
     model: Any, parts: Callable[[torch.Tensor], dict[str, torch.Tensor]], end: Any = "proj.weight"
 ) -> dict[str, torch.Tensor]:
-    """Returns the model's tensors. Those with matching names are replaced by the parts that a quantiser stores."""
+    """Returns the tensors of a model. Tensors with matching names are replaced by the parts that a quantiser stores."""
     tensors = {}
     for name, tensor in model.state_dict().items():
         found = (
@@ -148,7 +148,7 @@ def replaced(
 
 
 def written(folder: Path, model: Any, quantisation: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
-    """Writes a checkpoint of two files, as another program would."""
+    """Writes a checkpoint with two files, like another program."""
     model.config.architectures = [type(model).__name__]
     model.config.dtype = "bfloat16"
     model.config.save_pretrained(folder / "plain")
@@ -207,7 +207,7 @@ def hqq_int4(folder: Path) -> int:
 
 
 def compressed_fp8(folder: Path) -> int:
-    """compressed-tensors, float-quantized: fp8 with a scale for each row."""
+    """Compares compressed-tensors, float-quantized: fp8 with a scale for each row."""
     need("compressed-tensors")
     model = llama()
 
@@ -227,7 +227,7 @@ def packed(values: torch.Tensor, order: tuple[int, ...] = (0, 1, 2, 3, 4, 5, 6, 
 
 
 def rounded(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns numbers below 16, and a scale and a zero point for each GROUP columns, all of shape (rows, ...)."""
+    """Returns numbers below 16, and a scale and a zero point for each GROUP columns, all with shape (rows, ...)."""
     groups = weight.float().unflatten(-1, (-1, GROUP))
     low, high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
     scale = (high - low) / 15
@@ -237,7 +237,8 @@ def rounded(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
 
 
 def gptq(folder: Path) -> int:
-    """GPTQ with 4 bits and columns in the order of activations: qweight and qzeros packed in I32, scales, g_idx."""
+    """Compares GPTQ with 4 bits and columns in the order of activations: qweight and qzeros packed in I32, scales,
+    g_idx."""
     need("gptqmodel", "optimum")
     model = llama()
 
@@ -253,12 +254,12 @@ def gptq(folder: Path) -> int:
         }
 
     quant = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": True, "sym": False, "checkpoint_format": "gptq"}
-    written(folder, model, quant | {"backend": "torch"}, replaced(model, parts))  # the CPU's own backend first compiles for minutes
+    written(folder, model, quant | {"backend": "torch"}, replaced(model, parts))  # the CPU's backend compiles for minutes
     return compare(folder, nibbles=6) + compare(folder, dtype=torch.float16, answers=True)
 
 
 def awq(folder: Path) -> int:
-    """AWQ's GEMM with 4 bits: qweight and qzeros packed in I32, every second number first, and scales."""
+    """Compares AWQ's GEMM with 4 bits: qweight and qzeros packed in I32, every second number first, and scales."""
     five = transformers.__version__ >= "5"
     if five:
         need("gptqmodel")
@@ -278,11 +279,11 @@ def awq(folder: Path) -> int:
 
 
 def _autoawq() -> None:
-    """Makes AutoAWQ importable, with which transformers 4.57 loads AWQ. AutoAWQ does not support that release, and its
-    CPU layers need Intel's kernels. Loading uses the real layers and transformers' real code. Only parts that loading
-    does not use are replaced, so the model cannot compute."""
+    """Makes AutoAWQ importable. transformers 4.57 uses it to load AWQ, but AutoAWQ does not support this release, and
+    its CPU layers need Intel's kernels. Loading uses the real layers and transformers' real code. Only parts that
+    loading does not use are replaced, so the model cannot compute."""
     need("autoawq")
-    transformers.activations.PytorchGELUTanh = transformers.activations.GELUTanh  # its former name
+    transformers.activations.PytorchGELUTanh = transformers.activations.GELUTanh  # the former name of the class
     kernels = "intel_extension_for_pytorch"
     for name in ("datasets", kernels, f"{kernels}.llm", f"{kernels}.llm.quantization"):
         sys.modules[name] = importlib.util.module_from_spec(importlib.machinery.ModuleSpec(name, None))
@@ -292,7 +293,7 @@ def _autoawq() -> None:
 
 
 def compressed_int4(folder: Path) -> int:
-    """compressed-tensors, pack-quantized: eight int4 in an I32, and a scale for each GROUP columns."""
+    """Compares compressed-tensors, pack-quantized: eight int4 in an I32, and a scale for each GROUP columns."""
     need("compressed-tensors")
     model = llama()
 
@@ -312,7 +313,7 @@ def _compressed(format: str, weights: dict[str, Any]) -> dict[str, Any]:
 
 
 def mxfp4(folder: Path) -> int:
-    """gpt-oss: blocks of 32 fp4 and their exponents, converted to bf16 on a CPU."""
+    """Compares gpt-oss: blocks of 32 fp4 and their exponents. A CPU converts them to bf16."""
     more = {"num_local_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 2, "head_dim": 32}
     model = transformers.GptOssForCausalLM(transformers.GptOssConfig(**SMALL | {"intermediate_size": 64}, **more)).bfloat16()
 
@@ -329,7 +330,7 @@ def mxfp4(folder: Path) -> int:
 
 
 def bitnet(folder: Path) -> int:
-    """BitNet: four 2-bit numbers in a U8, and a scale for each matrix."""
+    """Compares BitNet: four 2-bit numbers in a U8, and a scale for each matrix."""
     model = llama()
 
     def parts(weight: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -341,7 +342,7 @@ def bitnet(folder: Path) -> int:
 
 
 def metal(folder: Path) -> int:
-    """MLX's affine quantisation: eight 4-bit numbers in a U32, converted to bf16 on a CPU."""
+    """Compares MLX's affine quantisation: eight 4-bit numbers in a U32. A CPU converts them to bf16."""
     five("metal")
     model = llama()
 
@@ -355,7 +356,7 @@ def metal(folder: Path) -> int:
 
 
 def gemma(folder: Path) -> int:
-    """Gemma's format: two 4-bit numbers in a U8, with F32 scales for rows and activations."""
+    """Compares Gemma's format: two 4-bit numbers in a U8, with F32 scales for rows and activations."""
     five("gemma")
     model = llama()
 

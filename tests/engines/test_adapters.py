@@ -126,7 +126,7 @@ def programs(engines: Path) -> Path:
 
 
 def test_modelexpress(programs: Path, model: Path) -> None:
-    """For a compressed model the chain has overwire's strategy before those that read files."""
+    """For a compressed model, the chain has overwire's strategy before the strategies that read files."""
     code = """
 import modelexpress.load_strategy as strategies
 register()  # after the import, a second time
@@ -151,7 +151,7 @@ class Fails(Model):
 raised(RuntimeError, lambda: strategies.LoadStrategyChain.run(Fails(), context(base + "/compressed")))
 assert [one[1] for one in strategies.tried if one[0] == "overwire"] == [True], strategies.tried
 ctx = context(base + "/compressed")
-ctx.load_config = types.SimpleNamespace()  # the configuration of another engine
+ctx.load_config = types.SimpleNamespace()  # another engine's configuration
 raised(RuntimeError, lambda: strategies.LoadStrategyChain.run(Model(), ctx))
 assert "overwire" not in [one[0] for one in strategies.tried]
 """
@@ -159,8 +159,8 @@ assert "overwire" not in [one[0] for one in strategies.tried]
 
 
 def test_modelexpress_in_phases(programs: Path, model: Path, tmp_path: Path) -> None:
-    """If the chain prepares, processes and registers, the strategy only loads, even in a reload. A plug-in file adds it
-    only once."""
+    """If the chain itself prepares, processes and registers, overwire's strategy only loads, even in a reload. A
+    plug-in file adds the strategy only once."""
     for name, text in {**EXPRESS, **EXPRESS_PHASED}.items():
         path = tmp_path / f"{name}.py"
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Pushes weights from a trainer to running models, by files, stores and a process group.
+"""Tests pushes of weights from a trainer to running models, by files, stores and a process group.
 
 tests/engines/engines_live.py pushes to vLLM's real code. These tests cover the functions that vLLM's workers use, and
 vLLM's engine with stand-ins for its modules.
@@ -30,14 +30,14 @@ from overwire.integrations.pushes import Group, Publisher
 
 log = logging.getLogger("test")
 
-LIMIT = 60 * warm.SLOWER  # seconds until all ranks of a group have joined
+LIMIT = 60 * warm.SLOWER  # seconds for all ranks to join a group
 
-# The parent folder has modules that the test folders share.
+# Modules that the test folders share are in the parent folder.
 SHARED = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[1])}
 
 
 class Fused(torch.nn.Module):
-    """One rank of a model: rows of q, k and v in one parameter, and half of the columns of o in another."""
+    """One rank of a model. One parameter has rows of q, k and v, another has half of the columns of o."""
 
     whole_o = False
 
@@ -74,9 +74,9 @@ def places(model: Fused) -> Places:
     return Places(model, model.load_weights, "cpu", 1 << 20)
 
 
-def test_pushes_land_in_place(tmp_path: Path) -> None:
-    """The loader runs once for pushes of the same tensors. It runs again for different tensors, and if a parameter's
-    memory has moved. Parameters keep their memory."""
+def test_pushes_are_loaded_in_place(tmp_path: Path) -> None:
+    """The loader runs once for all pushes of the same tensors. It runs again for other tensors, and if the memory of a
+    parameter has moved. Parameters keep their memory."""
     model, publisher = Fused(), Publisher(tmp_path / "pushes")
     into = places(model)
     at = model.qkv.data_ptr()
@@ -97,7 +97,7 @@ def test_pushes_land_in_place(tmp_path: Path) -> None:
 
 
 def test_a_number_is_loaded_by_each_push(tmp_path: Path) -> None:
-    """Values that the loader needs as data are read again for each push."""
+    """If the loader needs values as data, they are read again for each push."""
     model, publisher = Fused(), Publisher(tmp_path)
     into = places(model)
     for seed in range(3):
@@ -106,8 +106,8 @@ def test_a_number_is_loaded_by_each_push(tmp_path: Path) -> None:
         assert model.holds(tensors(seed)) and model.scale.item() == seed
 
 
-def test_a_loader_that_computes_is_left_alone(tmp_path: Path) -> None:
-    """A model that cannot be loaded by slices is not changed, and the caller loads as usual."""
+def test_a_model_with_a_loader_that_computes_is_not_changed(tmp_path: Path) -> None:
+    """If a model cannot be loaded by slices, it is not changed, and the caller loads it as usual."""
     model, publisher = Fused(), Publisher(tmp_path)
     model.reads = True
     with publisher.push(tensors(1)) as push:
@@ -115,7 +115,7 @@ def test_a_loader_that_computes_is_left_alone(tmp_path: Path) -> None:
     assert not model.qkv.any() and not model.o.any()
 
 
-def test_what_a_push_lacks_is_said_before(tmp_path: Path) -> None:
+def test_missing_weights_and_damaged_pushes(tmp_path: Path) -> None:
     """A loader reports missing weights. A damaged push raises an error, and no other loader is tried."""
     model, publisher = Fused(), Publisher(tmp_path)
 
@@ -143,16 +143,16 @@ def test_what_a_push_lacks_is_said_before(tmp_path: Path) -> None:
 
 
 def nudged(before: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Returns the same tensors with some elements of each changed."""
+    """Returns copies of the tensors with some changed elements."""
     after = {name: tensor.clone() for name, tensor in before.items()}
     for tensor in after.values():
         tensor.view(-1)[::37] += 1
     return after
 
 
-def test_deltas_land_in_place(tmp_path: Path) -> None:
-    """The first push is whole. A push after an error, a push of different tensors, and a push with whole=True are also
-    whole. A tensor that the model uses twice is changed twice."""
+def test_deltas_are_applied_in_place(tmp_path: Path) -> None:
+    """The first push is whole. A push after an error, a push of other tensors, and a push with whole=True are also
+    whole. A tensor that the model uses twice is changed in both uses."""
     model, publisher = Fused(), Publisher(tmp_path, deltas=True)
     model.whole_o = True
     model.twice = torch.nn.Parameter(torch.zeros(32, 32, dtype=torch.bfloat16), requires_grad=False)
@@ -191,7 +191,7 @@ def test_deltas_land_in_place(tmp_path: Path) -> None:
 
 
 def test_a_delta_needs_a_loader_that_copies(tmp_path: Path) -> None:
-    """A loader that computes is refused with a clear message, and nothing changes."""
+    """If a loader computes, a delta is refused with a clear message, and nothing changes."""
     model = Fused()
     model.reads = True
     overwire.save_delta(nudged(tensors(1)), tensors(1), tmp_path / "d.safetensors")
@@ -201,9 +201,10 @@ def test_a_delta_needs_a_loader_that_copies(tmp_path: Path) -> None:
 
 
 @pytest.mark.imports_torch
-def test_shares_of_ranks_take_deltas(tmp_path: Path) -> None:
-    """Two ranks divide one tensor by columns and one by rows. They gather each tensor, compare it with the delta's
-    base, and take their shares. If one rank lacks the base or the delta, both fail and nothing changes."""
+def test_ranks_apply_deltas_to_their_shares(tmp_path: Path) -> None:
+    """Two ranks divide one tensor by columns and one by rows. For a delta, they gather each tensor, compare it with the
+    delta's base, and take their shares. If one rank lacks the base or the delta, both ranks fail and nothing
+    changes."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
@@ -218,7 +219,7 @@ def test_shares_of_ranks_take_deltas(tmp_path: Path) -> None:
 
 
 def answers(lines: Iterable[str]) -> Iterator[str]:
-    """Yields the lines that a test process prints, without gloo's messages in torch 2.10 about connections."""
+    """Yields the lines that a test process prints. Messages of gloo in torch 2.10 about connections are left out."""
     return (line for line in lines if not line.startswith("[Gloo]"))
 
 
@@ -257,7 +258,7 @@ def shares(port: int, rank: int, folder: Path) -> None:
         out.append(all(torch.equal(getattr(model, name), getattr(wanted, name)) for name in "abc"))
         held = after
     overwire.save_delta(nudged(held), held, path)
-    for name in ("a", "c"):  # a divided tensor and a whole one
+    for name in ("a", "c"):  # a is divided, c is whole
         was = getattr(model, name).clone()
         if rank == 1:
             getattr(model, name).data[0, 0] += 1
@@ -285,9 +286,9 @@ def ended(process: subprocess.Popen[str]) -> Iterator[None]:
 
 
 @pytest.mark.imports_torch
-def test_a_group_carries_pushes() -> None:
-    """Two worker processes get every push of a trainer from memory. If a push's size or number is wrong for a rank, or
-    a rank ends without an answer, all ranks refuse the push before they allocate memory. Later pushes work."""
+def test_pushes_through_a_process_group() -> None:
+    """Two worker processes get every push of a trainer from memory. If a push has a wrong size or number for a rank, or
+    a rank exits without an answer, all ranks refuse the push before they allocate memory. Later pushes work."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
@@ -335,7 +336,7 @@ def test_a_group_carries_pushes() -> None:
                     push.carry(lambda: answered() == 1 and wrong < 0)  # noqa: B023
                 assert answers_of_workers() == ["ArgumentError"] * 2
         with pushing(1) as (push, facts):
-            tell_workers(1, facts)  # the other worker has ended
+            tell_workers(1, facts)  # the other worker has exited
             with pytest.raises(overwire.ArgumentError, match="not all of them have accepted"):
                 push.carry(lambda: group._read_counter(f"{facts[1]}/answers") == 1)
             assert answers_of_workers(1) == ["ArgumentError"]
@@ -474,7 +475,7 @@ assert holds(model, 3)
 sends.shutdown()
 raised(RuntimeError, sends.send_weights)
 trainer(client, source, strict=False).send_weights()
-for noted, quantization in ((False, None), (True, "fp8")):  # vLLM's own reload
+for noted, quantization in ((False, None), (True, "fp8")):  # both cases use vLLM's own reload
     reload.said.clear()
     model = Model()
     trainer(Client(engine(model, noted, quantization)), Source(step(7))).send_weights()
@@ -508,7 +509,7 @@ made = lambda: transfer.TrainerEngine.trainer_init(over(timeout=60, deltas=True)
 assert "not support deltas" in raised(ValueError, made) and quantized.engine._group is None
 unwilling = lambda: transfer.TrainerEngine.trainer_init(over(timeout=3600, max_memory="much"), client=Client(engine(Model())), source=source)
 assert "max_memory" in raised(ValueError, unwilling)
-fresh = engine(Model())  # waiting for a rank that refuses would take an hour
+fresh = engine(Model())  # otherwise, waiting for a rank that refuses would take an hour
 class Refusing(Client):
     def update_weights(self, info):
         super().update_weights(change(info))
@@ -543,8 +544,8 @@ def stand_ins(folder: Path, modules: dict[str, str]) -> None:
 
 
 def test_vllm_transfers_weights(tmp_path: Path) -> None:
-    """The trainer pushes, and the engine loads the push in place. If vLLM has changed the weights, the engine uses
-    vLLM's own reload."""
+    """The trainer pushes, and the engine loads the push in place. If vLLM has changed the weights after loading, the
+    engine uses vLLM's own reload."""
     stand_ins(tmp_path / "vllm", {**test_vllm.VLLM, **TRANSFER})
     test_vllm.run(tmp_path, test_vllm.REGISTER + test_vllm.PRELUDE + WORKER + ENGINE, tmp_path, tmp_path / "pushes")
 
@@ -575,13 +576,13 @@ assert "group" in raised(ValueError, lambda: updates.message({"path": None}))
 """
 
 
-def test_sglang_takes_pushes(tmp_path: Path) -> None:
+def test_sglang_accepts_pushes(tmp_path: Path) -> None:
     """SGLang's entry point for custom loaders accepts whole pushes and deltas, by slices or by tensors."""
     stand_ins(tmp_path / "sglang", test_sglang.SGLANG)
     test_vllm.run(tmp_path, test_vllm.PRELUDE + SGLANG, tmp_path, tmp_path / "pushes")
 
 
-def test_a_publisher_needs_a_way() -> None:
+def test_a_publisher_needs_a_folder_a_uri_or_a_group() -> None:
     with pytest.raises(ValueError, match="a folder, a URI or group="):
         Publisher()
 

@@ -1,4 +1,4 @@
-"""Sends deltas and pushes of weights through real S3 and Redis servers, and over HTTP."""
+"""Tests deltas and pushes of weights through real S3 and Redis servers, and over HTTP."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def store(request: pytest.FixtureRequest) -> Iterator[Store]:
 
 
 def states() -> list[dict[str, Any]]:
-    """Returns a model and its states after two training steps."""
+    """Returns the states of a model: at the start and after two training steps."""
     rng = np.random.default_rng(7)
     made = [
         {
@@ -57,8 +57,8 @@ def same(got: dict[str, Any], want: dict[str, Any]) -> bool:
 
 
 def test_deltas_in_a_store(store: Store) -> None:
-    """A delta in one file, one in shards, and a chain of both are written to a store and applied from there. New shards
-    replace old ones. A refused delta changes nothing."""
+    """A delta in one file, a delta in shards, and a chain of both are written to a store and applied from there. New
+    shards replace old shards. A refused delta changes nothing."""
     options, base = store
     old, mid, new = states()
     reach: Any = {"storage_options": options}
@@ -77,7 +77,7 @@ def test_deltas_in_a_store(store: Store) -> None:
     ow.apply_delta(live, [one, two + "delta.safetensors.index.json"], **reach)
     assert same(live, new)
     merged = base + "merged.safetensors"
-    for limit in (1, 5000, None):  # first fewer shards, then one file
+    for limit in (1, 5000, None):  # fewer shards with each save, at last one file
         if limit is None:
             with pytest.raises(ow.ArgumentError, match="index.json"):
                 ow.merge_deltas([one, two], merged, **reach)
@@ -101,7 +101,7 @@ class Quiet(SimpleHTTPRequestHandler):
 
 
 def test_deltas_over_http(tmp_path: Path) -> None:
-    """A delta is read as a file, through its index, and from a folder that cannot be listed."""
+    """A delta can be read as a file, through its index, and from a folder that cannot be listed."""
     old, new, _ = states()
     ow.save_file(old, tmp_path / "old.safetensors")
     ow.save_delta(new, old, tmp_path / "one.safetensors")
@@ -151,9 +151,9 @@ assert torch.equal(model.qkv.weight, before)
 """
 
 
-def test_vllm_takes_pushes_from_a_store(store: Store, tmp_path: Path) -> None:
-    """The trainer pushes whole weights and deltas to the engine. A delta of other weights is refused, and the next push
-    is whole. The error of a worker without read permission contains no secrets."""
+def test_vllm_accepts_pushes_from_a_store(store: Store, tmp_path: Path) -> None:
+    """The trainer pushes whole weights and deltas to the engine. If a delta has another base, it is refused, and the
+    next push is whole. If a worker may not read, its error contains no secrets."""
     options, base = store
     test_live.stand_ins(tmp_path / "vllm", {**test_vllm.VLLM, **test_live.TRANSFER})
     code = test_vllm.REGISTER + test_vllm.PRELUDE + test_live.WORKER + CARRIED
@@ -177,14 +177,14 @@ for n in (1, 2, 3):
 """
 
 
-def test_sglang_takes_pushes_from_a_store(store: Store, tmp_path: Path) -> None:
+def test_sglang_accepts_pushes_from_a_store(store: Store, tmp_path: Path) -> None:
     options, base = store
     test_live.stand_ins(tmp_path / "sglang", test_sglang.SGLANG)
     test_vllm.run(tmp_path, test_vllm.PRELUDE + SGLANG, tmp_path, base + "sglang", json.dumps(options))
 
 
-def test_all_that_is_wrong_with_a_push_is_named() -> None:
-    """Every wrong field of a push is named, in the order of a push's fields."""
+def test_every_wrong_field_of_a_push_is_named() -> None:
+    """Every wrong field of a push is named, in the order of the fields."""
     assert reason_against("delta", None) == reason_against_numbers(number=1, size=5) == ""
     reason = reason_against("half", 3)
     assert reason.index("kind must") < reason.index("path must")

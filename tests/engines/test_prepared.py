@@ -1,4 +1,4 @@
-"""Tests prepared state without an engine: separating and restoring tensors, descriptions, files and folders.
+"""Tests prepared state without an engine: taking and restoring tensors, descriptions, files and folders.
 
 tests/engines/engines_prepared.py makes models from it in vLLM's real code.
 """
@@ -29,11 +29,11 @@ from overwire.integrations.load_plan import copies
 
 
 class Weight(torch.nn.Parameter):
-    """A weight like those of engines, with attributes. One attribute is a method of its layer."""
+    """A weight with attributes, like those of engines. One attribute is a method of its layer."""
 
 
 class Guarded(torch.nn.Parameter):
-    """Has a loader property. After processing, the replacement of this parameter has a loader attribute."""
+    """A parameter with the property loader. After processing, its replacement has a plain attribute loader."""
 
     @property
     def loader(self) -> Any:
@@ -41,7 +41,7 @@ class Guarded(torch.nn.Parameter):
 
 
 class Manager:
-    """An engine object that holds a layer's tensor."""
+    """An object of an engine that holds a tensor of a layer."""
 
     __module__ = "engine.managers"
 
@@ -83,7 +83,7 @@ class Model(torch.nn.Module):
 
 
 def processed() -> Model:
-    """Returns a model after processing that removed a parameter and set a flag."""
+    """Returns a model after processing. A parameter was removed and a flag was set."""
     model = Model()
     for layer in (model.one, model.two):
         del layer.gone
@@ -115,19 +115,19 @@ def made(path: str, record: Any, kind: Callable[[], torch.nn.Module] = Model) ->
     return model
 
 
-def test_a_model_comes_back_whole(tmp_path: Path) -> None:
+def test_a_model_is_restored_completely(tmp_path: Path) -> None:
     """Bytes, classes, attributes, strides, ties, views and removed parameters are restored."""
     model = processed()
     path, record = kept(model, tmp_path)
     again = made(path, json.loads(json.dumps(record)))
 
-    # The record of the restored model is the same, and so are the bytes.
+    # The restored model has the same record and the same bytes.
     assert json.loads(json.dumps(take_tensors(again)[1:])) == json.loads(json.dumps(take_tensors(model)[1:]))
     for (name, want), (also, found) in zip(model.state_dict().items(), again.state_dict().items(), strict=True):
         assert name == also
         assert bits(want).equal(bits(found)), name
 
-    # Classes, and attributes that are methods of the own layer.
+    # Classes are restored, and attributes that are methods of the tensor's own layer.
     assert type(again.one.weight) is Weight
     assert again.one.weight.loader.__self__ is again.one
     assert again.one.guarded.loader.__self__ is again.one
@@ -137,18 +137,18 @@ def test_a_model_comes_back_whole(tmp_path: Path) -> None:
     assert again.one.turned.stride() == (1, 12)
     assert again.one.gaps.stride() == (8, 1)
 
-    # Ties and views: a write to the one is seen in the other.
+    # Ties and views are restored: a write to one tensor changes the other.
     assert again.head.weight is again.one.weight
     assert again.one.manager.table is again.one.map
     again.one.weight.data[2] = 7
     assert torch.equal(again.one.part[0], torch.full((12,), 7.0))
 
-    # Values of buffers and of tensors that are neither parameters nor buffers.
+    # Values are restored in buffers and in tensors that are neither parameters nor buffers.
     assert again.one.map.tolist() == [0, 1, 2, 3, 4]
     assert torch.equal(again.two.table, model.two.table)
     assert "passing" in again.one._non_persistent_buffers_set
 
-    # Removed and absent parameters.
+    # Removed and absent parameters stay so.
     assert not hasattr(again.one, "gone")
     assert again.absent is None
 
@@ -156,9 +156,9 @@ def test_a_model_comes_back_whole(tmp_path: Path) -> None:
         assert len(file.keys()) == 2 * 10, "tied tensors and views are stored once"
 
 
-def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
-    """A model is refused if some of its tensors share only part of their memory, have no memory, or have a class, a
-    shape or attributes that only processing sets."""
+def test_unsupported_models_are_refused(tmp_path: Path) -> None:
+    """A model is refused if its tensors share only part of their memory, have no memory, or have a class, a shape or
+    attributes that only processing sets."""
     model = Model()
     memory = torch.arange(12.0)
     model.one.table, model.two.table = memory[:8], memory[4:]
@@ -180,8 +180,9 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
         made(path, record)
 
 
-def test_describes_what_a_model_holds() -> None:
-    """The description shows each change: a flag, an entry of a list, a tensor of an object, a function, a class."""
+def test_the_description_shows_every_change() -> None:
+    """The description shows each change: of a flag, an entry of a list, a tensor in an object, a function, or a
+    class."""
 
     class Kernel:
         def __init__(self, scale: torch.Tensor) -> None:
@@ -222,8 +223,8 @@ def test_describes_what_a_model_holds() -> None:
 @pytest.mark.parametrize(
     "text", ["{}", "[1]", '{"tensors": [], "names": {}, "modules": {}, "origins": ""}', "[" * 100_000, "nonsense"]
 )
-def test_a_record_of_another_form_is_damage(tmp_path: Path, text: str) -> None:
-    """A record in another form counts as damage, so its file is removed."""
+def test_a_malformed_record_counts_as_damage(tmp_path: Path, text: str) -> None:
+    """A malformed record counts as damage, so its file is removed."""
     path = tmp_path / ("a" * 40 + ".safetensors")
     ow.save_file({}, path, {keep_files.KEY: text})
     path.chmod(0o600)
@@ -236,13 +237,13 @@ NAME, OTHER = "a" * 40, "b" * 40  # fingerprints
 
 
 def keep_numbers(folder: str, name: str, record: Any) -> str:
-    """Stores a thousand numbers, and returns the path of the file."""
+    """Stores a thousand numbers and returns the path of the file."""
     tensors = {"a": torch.arange(1000)}
     return keep_files.keep_file(folder, name, tensors, record, ow.digest(tensors))
 
 
-def test_a_kept_file_is_private_and_found_by_its_name(tmp_path: Path) -> None:
-    """The folder and the file are only for their owner. The file is found by its fingerprint, with its record."""
+def test_a_stored_file_is_private_and_found_by_its_name(tmp_path: Path) -> None:
+    """Only the owner can read the folder and the file. The file is found by its fingerprint, with its record."""
     folder = keep_files.ensure_folder(str(tmp_path / "new"))
     record = {"tensors": {}, "names": {}, "modules": {}, "origins": "x"}
     path = keep_numbers(folder, NAME, record)
@@ -265,8 +266,8 @@ def test_changed_weights_are_not_kept(tmp_path: Path) -> None:
     assert os.listdir(folder) == [f"{NAME}.safetensors"]
 
 
-def test_the_limit_removes_the_file_that_was_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The least recently used file is removed. A model above the limit is refused."""
+def test_the_limit_removes_the_least_recently_used_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over the limit, the least recently used file is removed. A model that is larger than the limit is refused."""
     folder = str(tmp_path)
     path = keep_numbers(folder, NAME, {"x": 1})
     two_files = os.path.getsize(path) * 2
@@ -281,7 +282,7 @@ def test_the_limit_removes_the_file_that_was_not_used(tmp_path: Path, monkeypatc
 
 
 def test_refusals_damage_and_open_folders_are_reported(tmp_path: Path) -> None:
-    """A noted refusal is raised again. A damaged file is removed. A folder that others may write to is refused."""
+    """A recorded refusal is raised again. A damaged file is removed. A folder to which others may write is refused."""
     folder = keep_files.ensure_folder(str(tmp_path / "new"))
     keep_files.note_refusal(folder, OTHER, "a reason")
     with pytest.raises(Refused, match="a reason"):
@@ -298,9 +299,9 @@ def test_refusals_damage_and_open_folders_are_reported(tmp_path: Path) -> None:
         keep_files.ensure_folder(folder)
 
 
-def test_the_file_of_a_place_that_was_used_last_is_found(tmp_path: Path) -> None:
-    """The most recently used fingerprint with a given beginning is found. Other folders and unfinished files are
-    not."""
+def test_the_most_recently_used_file_is_found(tmp_path: Path) -> None:
+    """The most recently used fingerprint with a given beginning is found. Files in other folders and unfinished files
+    are not."""
     assert keep_files.newest_name(str(tmp_path), "a" * 8) is None
     for at, name in enumerate(("a" * 40, "a" * 8 + "b" * 32, "c" * 40)):
         keep_files.keep_file(str(tmp_path), name, {}, {}, {})
@@ -311,8 +312,8 @@ def test_the_file_of_a_place_that_was_used_last_is_found(tmp_path: Path) -> None
     assert keep_files.newest_name(str(tmp_path), "a" * 8) == "a" * 40
 
 
-def test_a_kept_file_was_read_twice(tmp_path: Path) -> None:
-    """A file is read twice before a start, so that the system counts its pages as in use."""
+def test_a_stored_file_is_read_twice(tmp_path: Path) -> None:
+    """A new file is read twice, so that the system counts its pages as in use."""
 
     def count_bytes() -> int:
         words = Path("/proc/self/io").read_text().split()
@@ -330,8 +331,8 @@ def _open_files() -> set[str]:
 
 
 def test_a_model_that_cannot_be_made_leaves_nothing(tmp_path: Path) -> None:
-    """Tensors are loaded while the model is made. If making it fails, the load ends and its file, thread and memory are
-    released."""
+    """Tensors are loaded while the model is made. If making the model fails, the load ends, and its file, thread and
+    memory are released."""
     path, record = kept(processed(), tmp_path)
     begun = Arriving(path, record["tensors"], torch.device("cpu"))
     with pytest.raises(ZeroDivisionError), contextlib.closing(begun) as arriving:
@@ -343,8 +344,8 @@ def test_a_model_that_cannot_be_made_leaves_nothing(tmp_path: Path) -> None:
     assert not [thread for thread in threading.enumerate() if thread.name == "overwire arriving"]
 
 
-def test_tensors_that_get_no_memory_leave_nothing(tmp_path: Path) -> None:
-    """Memory is allocated while the file is being opened. If that fails, no thread and no open file remain."""
+def test_a_failed_allocation_leaves_nothing(tmp_path: Path) -> None:
+    """Memory is allocated while the file is opened. If the allocation fails, no thread and no open file remain."""
     path, record = kept(processed(), tmp_path)
     rows = json.loads(json.dumps(record["tensors"]))
     for at, value, words in ((1, "torch.nothing", "torch does not have the dtype"), (4, "cuda", "was on cuda")):
@@ -356,7 +357,7 @@ def test_tensors_that_get_no_memory_leave_nothing(tmp_path: Path) -> None:
 
 
 def test_ctrl_c_while_the_file_is_opened_ends_the_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An interrupt while waiting for the file leaves no thread that opens it, and no open file."""
+    """If Ctrl-C interrupts the wait for a file that a thread opens, no thread and no open file remain."""
     path, record = kept(processed(), tmp_path)
     may_open, safe_open = threading.Event(), ow.safe_open
     monkeypatch.setattr(ow, "safe_open", lambda *args, **named: may_open.wait(30) and safe_open(*args, **named))
@@ -376,10 +377,11 @@ def test_ctrl_c_while_the_file_is_opened_ends_the_thread(tmp_path: Path, monkeyp
     assert not [thread for thread in threading.enumerate() if thread.name == "overwire arriving"]
 
 
-def test_tensors_without_dimensions_come_with_the_others(
+def test_tensors_without_dimensions_are_loaded_with_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Single-value scales are loaded with other tensors. Only tensors with gaps are loaded separately."""
+    """Scales without dimensions are loaded together with other tensors. Only tensors with gaps are loaded
+    separately."""
     path, record = kept(processed(), tmp_path)
     beside: list[str] = []
     load_copies = copies.load_copies
@@ -391,8 +393,8 @@ def test_tensors_without_dimensions_come_with_the_others(
     assert sorted(beside) == ["one.gaps", "two.gaps"]
 
 
-def test_a_value_for_many_elements_reaches_them_all(tmp_path: Path) -> None:
-    """A tensor without dimensions fills a target of one element, and all elements of an expanded target."""
+def test_a_value_fills_all_elements_of_an_expanded_target(tmp_path: Path) -> None:
+    """A tensor without dimensions fills a target with one element, and all elements of an expanded target."""
     ow.save_file({"scale": torch.tensor(0.5)}, tmp_path / "a.safetensors")
     one, many = torch.zeros(1), torch.zeros(3, 2)
     with ow.safe_open(tmp_path / "a.safetensors", framework="pt") as file:
@@ -404,8 +406,8 @@ def test_a_value_for_many_elements_reaches_them_all(tmp_path: Path) -> None:
     assert many.tolist() == [[0.5, 0.5]] * 3
 
 
-def test_tensors_are_put_before_they_have_come(tmp_path: Path) -> None:
-    """A model gets its tensors while they are still being read. Only `finish_loading` waits."""
+def test_a_model_gets_its_tensors_before_they_are_read(tmp_path: Path) -> None:
+    """A model gets its tensors while they are read. Only `finish_loading` waits for them."""
     path, record = kept(processed(), tmp_path)
     with torch.device("meta"):
         model = Model()
@@ -420,15 +422,15 @@ def test_tensors_are_put_before_they_have_come(tmp_path: Path) -> None:
 
 
 def test_a_tensor_that_the_file_lacks_is_refused(tmp_path: Path) -> None:
-    """A record with more tensors than its file is refused, because no model may get uninitialised memory."""
+    """If a record has more tensors than its file, it is refused, because a model must not get uninitialised memory."""
     path, record = kept(processed(), tmp_path)
     record["tensors"]["more"] = record["tensors"]["one.weight"]
     with pytest.raises(Refused, match="lacks more"):
         Arriving(path, record["tensors"], torch.device("cpu"))
 
 
-def test_a_file_that_another_process_removes_is_passed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file that disappears during the search is skipped, and other files are still found."""
+def test_a_file_that_another_process_removes_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If a file disappears during a search, it is skipped, and other files are still found."""
     for name in ("a" * 40, "a" * 8 + "b" * 32):
         keep_files.keep_file(str(tmp_path), name, {}, {}, {})
     scan = os.scandir
@@ -445,7 +447,7 @@ def test_a_file_that_another_process_removes_is_passed(tmp_path: Path, monkeypat
 
 
 def test_a_tensor_that_the_record_lacks_is_refused(tmp_path: Path) -> None:
-    """If the file has more tensors than its record, nothing is assigned."""
+    """If a file has more tensors than its record, nothing is assigned."""
     path, record = kept(processed(), tmp_path)
     rows = dict(record["tensors"])
     rows.pop(next(name for name, row in rows.items() if row[5] is None))
@@ -455,7 +457,7 @@ def test_a_tensor_that_the_record_lacks_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_file_that_does_not_load_leaves_nothing(tmp_path: Path) -> None:
-    """A missing or damaged file, or one with different shapes or dtypes, raises an error. No file stays open."""
+    """If a file is missing or damaged, or has other shapes or dtypes, an error is raised, and no file stays open."""
     path, record = kept(processed(), tmp_path)
     content = bytearray(Path(path).read_bytes())
     content[8 + int.from_bytes(content[:8], "little") + 300] ^= 1
@@ -474,7 +476,7 @@ def test_a_file_that_does_not_load_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_a_load_that_is_dropped_keeps_its_memory(tmp_path: Path) -> None:
-    """If an interrupt drops the tensors before the load that writes into them, their memory stays until the load has
+    """If an interrupt drops the tensors while the load still writes into them, their memory stays until the load has
     ended."""
     path, record = kept(processed(), tmp_path)
     arriving = Arriving(path, record["tensors"], torch.device("cpu"))
@@ -488,9 +490,9 @@ def test_a_load_that_is_dropped_keeps_its_memory(tmp_path: Path) -> None:
     assert all(tensor() is None for tensor in tensors)
 
 
-def test_files_of_others_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If a folder over its limit has other files, for example because the user named a folder of models, they are not
-    removed. Only files named by a fingerprint are removed."""
+def test_other_files_in_a_folder_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If a folder is over its limit, only files that are named by a fingerprint are removed. Other files stay, for
+    example if the user named a folder of models."""
     others = ["model-00001-of-00002.safetensors", "a" * 39 + ".safetensors", "A" * 40 + ".safetensors", ".begun-notes"]
     for name in others:
         (tmp_path / name).write_bytes(bytes(1000))
@@ -501,12 +503,12 @@ def test_files_of_others_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert sorted(os.listdir(tmp_path)) == sorted([*others, "c" * 40 + ".safetensors"])
 
 
-def test_what_a_killed_writer_left_goes_before_the_next_is_written(
+def test_the_next_writer_removes_files_of_killed_writers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, torch_script: Callable[..., Any]
 ) -> None:
-    """A process that is killed while it compares or reads its file leaves a complete file. The next writer removes that
-    file before it writes. It does not remove the file of a living writer, or a file so new that its writer may not have
-    locked it yet."""
+    """If a process is killed while it compares or reads its new file, the complete file is left. The next writer
+    removes this file before it writes. It does not remove the file of a living writer, or a file so new that its writer
+    may not have locked it yet."""
     program = f"""
 import os, signal
 import overwire as ow, torch
@@ -537,9 +539,9 @@ keep_files.keep_file({str(tmp_path)!r}, "a" * 40, tensors, {{}}, ow.digest(tenso
     assert sorted(os.listdir(tmp_path)) == [*left[1:], os.path.basename(path)]
 
 
-def test_two_writers_of_one_file_do_not_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engines with equal process ids, as in two containers, can write the same file simultaneously. Each writer
-    compares its own file before the file appears."""
+def test_two_writers_of_one_file_do_not_interfere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines with equal process ids, as in two containers, can write the same file at the same time. Each writer
+    checks its own file before the file appears."""
     tensors, others = {"a": torch.zeros(1000)}, {"a": torch.ones(1000)}
     verify, inner = ow.verify, iter([True])
 
@@ -555,9 +557,9 @@ def test_two_writers_of_one_file_do_not_meet(tmp_path: Path, monkeypatch: pytest
     assert len(os.listdir(tmp_path)) == 1
 
 
-def test_what_fails_here_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file that this process cannot read at present, because descriptors or memory are exhausted, stays for other
-    starts. A file that another process has just removed counts as missing."""
+def test_a_file_that_cannot_be_read_here_is_not_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If descriptors or memory are exhausted and a file cannot be read, it stays for other starts. A file that another
+    process has just removed counts as missing."""
     path, _ = kept(processed(), tmp_path)
     for error in (ow.OutOfMemoryError("no memory"), ow.OverwireError("too many files are open"), OSError("no")):
         monkeypatch.setattr(ow, "safe_open", functools.partial(_raise, error))
@@ -569,9 +571,9 @@ def test_what_fails_here_is_no_damage(tmp_path: Path, monkeypatch: pytest.Monkey
     assert keep_files.find_file(str(tmp_path), "a" * 40) is None
 
 
-def test_what_passes_is_no_refusal(tmp_path: Path) -> None:
-    """If a start fails because threads, memory or descriptors are exhausted, the model is not recorded as one that does
-    not fit. A mismatched model is recorded."""
+def test_temporary_failures_are_not_recorded(tmp_path: Path) -> None:
+    """If a start fails because threads, memory or descriptors are exhausted, the model is not recorded as refused. A
+    model that does not match is."""
     path, record = kept(processed(), tmp_path)
     before = threading.stack_size(1 << 46)  # larger than the address space, so no thread can start
     try:

@@ -1,4 +1,4 @@
-"""Loads quantised models in transformers 5 and 4.57 under `patch_safetensors`."""
+"""Tests loads of quantised models in transformers 5 and 4.57 under `patch_safetensors`."""
 
 from __future__ import annotations
 
@@ -33,21 +33,22 @@ def cases(release: str, folder: Path, *names: str, more: tuple[Path, ...] = ()) 
         ("5", ("mxfp4", "metal", "gemma")),
     ],
 )
-def test_quantised_models_are_those_of_the_unpatched_load(release: str, names: tuple[str, ...], tmp_path: Path) -> None:
-    """Every part of every tensor is equal, in formats that transformers reads without other packages."""
+def test_quantised_models_equal_the_unpatched_load(release: str, names: tuple[str, ...], tmp_path: Path) -> None:
+    """Every part of every tensor equals the unpatched load, in formats that transformers reads without other
+    packages."""
     output = cases(release, tmp_path, *names)
     assert all(f"{name} equal" in output for name in names), output
 
 
 @pytest.mark.parametrize("release", ["4.57", "5"])
 @pytest.mark.parametrize("name", PACKAGES)
-def test_quantisers_get_what_the_unpatched_load_gives(name: str, release: str, tmp_path: Path) -> None:
-    """Quantisers get the same tensors as from the unpatched load. `make quantisers` installs their packages for both
-    releases and for each release into the folder `OVERWIRE_TEST_QUANTISERS`."""
+def test_quantisers_get_the_same_tensors(name: str, release: str, tmp_path: Path) -> None:
+    """Quantisers get the same tensors as in the unpatched load. `make quantisers` installs their packages, for one or
+    both releases, into the folder `OVERWIRE_TEST_QUANTISERS`."""
     root = os.environ.get("OVERWIRE_TEST_QUANTISERS")
     if not root:
         pytest.skip("make quantisers installs the packages and runs this test")
     folders = (release, "both", *(["torchao"] if name == "torchao_int8" else []))
     output = cases(release, tmp_path, name, more=tuple(Path(root) / folder for folder in folders))
-    unknown = (name, release) == ("hqq_int4", "5")  # refused by transformers itself
+    unknown = (name, release) == ("hqq_int4", "5")  # transformers itself refuses this case
     assert f"{name} skipped: transformers" in output if unknown else f"{name} equal" in output, output

@@ -14,8 +14,8 @@ from overwire.integrations.load_plan import copies, record_copies
 NAMES = ("device", "is_meta", "is_cpu", "is_cuda")
 
 
-def test_a_torch_without_the_recorders_key_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If torch lacks the hook for recording operations, the load continues tensor by tensor and torch is unchanged."""
+def test_a_torch_without_the_recorders_hook_is_not_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If torch lacks the hook to record operations, the load continues tensor by tensor, and torch is not changed."""
     before = [vars(torch.Tensor).get(name) for name in NAMES]
     record_copies._recorder_keys.cache_clear()
     monkeypatch.setattr(record_copies, "_register_keys", lambda: (_ for _ in ()).throw(RuntimeError("no such key")))
@@ -25,8 +25,8 @@ def test_a_torch_without_the_recorders_key_is_left_as_it_is(monkeypatch: pytest.
     assert [vars(torch.Tensor).get(name) for name in NAMES] == before
 
 
-def test_what_others_have_put_on_tensors_is_there_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A property that another package set on torch.Tensor works during recording and afterwards."""
+def test_properties_of_other_packages_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If another package has set a property on torch.Tensor, it works during the recording and afterwards."""
     other = property(lambda self: "other's")
     monkeypatch.setattr(torch.Tensor, "device", other, raising=False)
     with record_copies._places:
@@ -35,8 +35,8 @@ def test_what_others_have_put_on_tensors_is_there_afterwards(monkeypatch: pytest
 
 
 def _copied(loads: Callable[[torch.Tensor, dict[str, torch.Tensor]], None], tmp_path: Path) -> tuple[torch.Tensor, int]:
-    """Returns a parameter of 6 rows of 12 that a loader fills from a file by slices, and the number of recorded
-    copies."""
+    """Returns a parameter with 6 rows of 12 columns that a loader fills from a file by slices, and the number of
+    recorded copies."""
     torch.manual_seed(3)
     widths = {"q": 6, "k": 2, "v": 4}
     tensors = {name: torch.randint(0, 99, (6, width), dtype=torch.int32) for name, width in widths.items()}
@@ -60,8 +60,8 @@ def _copied(loads: Callable[[torch.Tensor, dict[str, torch.Tensor]], None], tmp_
     return target, sum(counts)
 
 
-def test_columns_of_one_parameter_are_recorded_beside_each_other(tmp_path: Path) -> None:
-    """Columns that GPTQ and AWQ fuse leave gaps for each other. All three tensors are recorded and loaded in place."""
+def test_columns_of_one_parameter_are_recorded(tmp_path: Path) -> None:
+    """GPTQ and AWQ fuse columns of three tensors. All three are recorded and loaded in place."""
 
     def loads(target: torch.Tensor, weights: dict[str, torch.Tensor]) -> None:
         for name, low, high in (("v", 8, 12), ("q", 0, 6), ("k", 6, 8)):
@@ -71,8 +71,8 @@ def test_columns_of_one_parameter_are_recorded_beside_each_other(tmp_path: Path)
 
 
 def test_columns_that_overlap_are_refused(tmp_path: Path) -> None:
-    """Two copies to one byte end the recording, because their order matters. The cases are overlapping columns, a part
-    of a row across columns, and columns of every other row."""
+    """If two copies write to the same byte, the recording ends, because their order matters. The cases are overlapping
+    columns, a part of a row across columns, and columns of every other row."""
     others = [(slice(None), slice(5, 9)), (slice(2, 3), slice(4, 8)), (slice(None, None, 2), slice(8, 12))]
     for rows, columns in others:
 
@@ -87,8 +87,8 @@ def test_columns_that_overlap_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("reads", [False, True])
 def test_small_tensors_that_are_copied_do_not_stop_early_reading(tmp_path: Path, monkeypatch, reads: bool) -> None:
-    """A loader gets scales with their data. Reading starts early if it only copies them, but not after it has computed
-    with one."""
+    """A loader gets scales with their data. If it only copies them, reading starts early. If it has computed with a
+    scale, reading does not."""
     monkeypatch.setattr(record_copies, "EARLY", 1)
     tensors = {"a": torch.tensor([2.0]), "b": torch.rand(9, 9), "c": torch.rand(9, 9), "shape": torch.tensor([9, 9])}
     ow.save_file(tensors, tmp_path / "model.safetensors")
@@ -111,7 +111,7 @@ def test_small_tensors_that_are_copied_do_not_stop_early_reading(tmp_path: Path,
     assert begun[:1] == ([] if reads else ["b"])
 
 
-def test_every_pair_of_views_that_is_taken_shares_no_byte() -> None:
+def test_accepted_views_share_no_byte() -> None:
     """Among all small rectangles, two views of one memory are accepted only if they share no byte."""
     memory = torch.arange(48)
     views = [
@@ -131,9 +131,9 @@ def test_every_pair_of_views_that_is_taken_shares_no_byte() -> None:
 
 
 @pytest.mark.skipif(not hasattr(torch, "float4_e2m1fn_x2"), reason="this torch has no float4")
-def test_packed_tensors_have_the_shape_that_torch_has(tmp_path: Path) -> None:
-    """A loader of float4 weights gets stand-ins with torch's packed shape. Whole tensors, rows, columns and transposes
-    that it copies are loaded."""
+def test_packed_tensors_have_torchs_shape(tmp_path: Path) -> None:
+    """A loader of float4 weights gets lazy tensors with torch's packed shape. Whole tensors, rows, columns and
+    transposes that it copies are loaded."""
     packed = torch.float4_e2m1fn_x2
     bits = {"w": torch.arange(64, dtype=torch.uint8).reshape(8, 8), "v": torch.arange(100, 116, dtype=torch.uint8)}
     parts = {

@@ -1,4 +1,4 @@
-"""Tests the SGLang plug-in with small stand-ins for SGLang's modules.
+"""Tests the SGLang plug-in with small replacements of SGLang's modules.
 
 The stand-ins have the signatures of SGLang 0.5.23. tests/engines/engines_sglang.py runs the real code.
 """
@@ -107,7 +107,7 @@ def sglang(engines: Path) -> Path:
 
 
 def test_sglang(sglang: Path, model: Path) -> None:
-    """The format is a valid choice, and a loader with its configuration loads a model."""
+    """The load format can be chosen, and a loader with its configuration loads a model."""
     code = base.PRELUDE + """
 from overwire.integrations.sglang import register
 register(); register()
@@ -150,9 +150,9 @@ def new(path, made):
 """
 
 
-def test_sglang_asks_in_every_order(sglang: Path, model: Path, tmp_path: Path) -> None:
-    """Each load returns what was requested: a start, a start during a capture, updates of all or some weights, a
-    rollback, and two models at the same time."""
+def test_sglang_loads_in_every_order(sglang: Path, model: Path, tmp_path: Path) -> None:
+    """Each load returns the requested weights: in a start, a start during a capture, updates of all or some weights, a
+    rollback, and with two models at the same time."""
     code = """
 import overwire
 from sglang.srt.model_loader.loader import DefaultModelLoader
@@ -174,7 +174,7 @@ def update(loads, made, path, names=None):
 made, loads = Model(), loader()
 loads.load_model(made, served(base + "/compressed"))
 right(made, 1)
-update(loads, made, other, {"linear.weight"})  # with the first loader, then with new ones
+update(loads, made, other, {"linear.weight"})  # first with the same loader, then with new loaders
 right(made, 2, ["linear"])
 right(made, 1, "qkv")
 update(loader(), made, other)
@@ -204,7 +204,7 @@ right(two, 2)
 
 def test_a_draft_has_its_own_weights(sglang: Path, model: Path, tmp_path: Path) -> None:
     """`source` is for the served model. A draft that is loaded with the same options reads its own files, unless it is
-    part of the model."""
+    a part of the model."""
     code = """
 import overwire
 store, target, draft = (sys.argv[2] + "/" + name for name in ("store", "target", "draft"))

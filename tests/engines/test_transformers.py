@@ -22,7 +22,7 @@ FIVE = Path(os.environ.get("OVERWIRE_TEST_TRANSFORMERS5") or Path(sys.prefix) / 
 
 
 def run(command: list[str], folder: Path, path: Path | None = None, *, fresh: bool = False, **env: str) -> str:
-    """Runs Python with a folder before its path, and returns its output. fresh: torch is not imported yet."""
+    """Runs Python with a folder first on its path, and returns the output. fresh: torch is not imported yet."""
     clean = cleaned() | env
     if path is not None:
         clean["PYTHONPATH"] = os.pathsep.join(filter(None, (str(path), clean.get("PYTHONPATH"))))
@@ -32,7 +32,7 @@ def run(command: list[str], folder: Path, path: Path | None = None, *, fresh: bo
 
 
 def run_program(name: str, release: str, folder: Path, files: Path) -> str:
-    """Runs a program of this folder with a release of transformers, or skips the test. Returns its output."""
+    """Runs a program of this folder with a release of transformers, or skips the test. Returns the output."""
     if release == "5" and not FIVE.is_dir():
         pytest.skip(f"no transformers 5 in {FIVE}: run make venv")
     pytest.importorskip("transformers")
@@ -40,16 +40,16 @@ def run_program(name: str, release: str, folder: Path, files: Path) -> str:
 
 
 @pytest.mark.parametrize("release", [pytest.param("4.57", marks=pytest.mark.slow), "5"])
-def test_every_parameter_is_that_of_the_unpatched_load(release: str, tmp_path: Path) -> None:
-    """Dense, tied, expert, fp8, odd and offloaded models, and adapters, equal the unpatched load. See the program."""
+def test_every_parameter_equals_the_unpatched_load(release: str, tmp_path: Path) -> None:
+    """Dense, tied, expert, fp8, odd and offloaded models, and adapters, equal the unpatched load.
+    transformers_program.py has the cases."""
     output = run_program("transformers_program.py", release, tmp_path, tmp_path / "models")
     assert output.splitlines()[-1].startswith(f"ok {release}"), output
 
 
 @pytest.mark.parametrize("release", [pytest.param("4.57", marks=pytest.mark.slow), "5"])
 def test_ranks_read_their_share(release: str, tmp_path: Path) -> None:
-    """With a tensor-parallel plan, two ranks get the shards of the unpatched load and read only their rows. See the
-    program."""
+    """With a tensor-parallel plan, two ranks get the shards of the unpatched load and read only their rows."""
     output = run_program("parallel_program.py", release, tmp_path, tmp_path / "a b")
     assert f"ok {release}" in output and f"done {release}" in output, output
     print(output)
@@ -57,7 +57,7 @@ def test_ranks_read_their_share(release: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("release", [pytest.param("0.35", marks=pytest.mark.slow), "0.42"])
 def test_pipelines_of_diffusers(release: str, tmp_path: Path) -> None:
-    """Every parameter of several models equals the unpatched load, and a model is read while another is being built."""
+    """Every parameter of several models equals the unpatched load. A model is read while another one is built."""
     five = release == "0.42"
     if five and not (FIVE / "diffusers").is_dir():
         pytest.skip(f"no diffusers in {FIVE}: run make venv")
@@ -78,8 +78,8 @@ def test_the_page_runs(page: str, tmp_path: Path) -> None:
     run(["page.py"], tmp_path)
 
 
-def test_slices_land_where_the_patch_says(tmp_path: Path) -> None:
-    """`device=` applies to libraries that pass no device. Plain files also go through the engine."""
+def test_slices_are_loaded_to_the_device_of_the_patch(tmp_path: Path) -> None:
+    """If a library passes no device, `device=` of the patch applies. Plain files are then also read by the engine."""
     tensors = {"a": torch.arange(60).view(6, 10), "b": torch.randn(7).bfloat16()}
     safetensors.torch.save_file(tensors, tmp_path / "plain.safetensors")
     ow.save_file(tensors, tmp_path / "packed.safetensors")
@@ -103,7 +103,8 @@ def test_slices_land_where_the_patch_says(tmp_path: Path) -> None:
 
 
 def test_writing_compressed(tmp_path: Path) -> None:
-    """Files are written compressed only while a patch asks for it. They are complete or absent, and can be read."""
+    """Files are written compressed only while a patch with compress=True is active. They are complete or absent, and
+    can be read."""
     tensors = {"a": torch.randn(64, 64).bfloat16(), "n": torch.zeros(0, 3), "s": torch.tensor(2.5)}
     plain = ow.patch_safetensors()
     with ow.patch_safetensors(compress=True):
@@ -153,9 +154,9 @@ assert "overwire" not in sys.modules
 
 
 @pytest.mark.parametrize("release", [pytest.param("4.57", marks=pytest.mark.slow), "5"])
-def test_what_a_packed_folder_says_without_overwire(release: str, tmp_path: Path) -> None:
-    """transformers and diffusers refuse a compressed folder, and print that it needs overwire and how to install it.
-    Even an option to ignore sizes does not load it in part."""
+def test_compressed_folders_without_overwire(release: str, tmp_path: Path) -> None:
+    """transformers and diffusers refuse a compressed folder. Their errors say that it needs overwire and how to install
+    it. Even with an option to ignore sizes, no part of the folder is loaded."""
     pytest.importorskip("transformers")
     pytest.importorskip("diffusers")
     if release == "5" and not FIVE.is_dir():
@@ -182,7 +183,7 @@ print(sorted(load_file("packed.safetensors")), load_file("packed.safetensors")["
 """
 
 
-def test_programs_that_are_not_changed(tmp_path: Path) -> None:
+def test_unchanged_programs_are_patched(tmp_path: Path) -> None:
     """Unchanged programs are patched by a folder on PYTHONPATH or, if they import overwire, by a variable."""
     ow.save_file({"a": torch.arange(4.0)}, tmp_path / "packed.safetensors")
     (tmp_path / "program.py").write_text(PROGRAM)
@@ -204,8 +205,8 @@ def test_without_the_package_the_variable_warns(script: Any) -> None:
 
 
 def test_a_folder_of_one_file_stays_a_folder(tmp_path: Path) -> None:
-    """A folder of one file stays a folder, and so does a pipeline's folder. Loading a pipeline's folder as one model is
-    refused, with the names of its folders."""
+    """The compressed copy of a folder with one file is a folder, also for a pipeline. Loading a pipeline's folder as
+    one model is refused, with the names of its subfolders."""
     for part in ("unet", "vae"):
         (tmp_path / "pipe" / part).mkdir(parents=True)
         ow.save_file({"w": torch.randn(999).bfloat16()}, tmp_path / "pipe" / part / "model.safetensors", compress=False)

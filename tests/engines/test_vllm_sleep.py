@@ -1,5 +1,5 @@
-"""Tests overwire's sleep back end for vLLM with stand-ins for vLLM's modules. bench/gpu/device_vllm.py tests it in real
-vLLM."""
+"""Tests overwire's sleep back end for vLLM with replacements of vLLM's modules. bench/gpu/device_vllm.py tests it in
+real vLLM."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ overwire.prepare_sleep = real
 for tags in (None, ["weights"], None):
     backend.suspend(1)
     assert not any(held.any() for held in memory) and ALLOCATOR.calls[-1] == ("sleep", 2)
-    backend.suspend(1)  # still asleep
+    backend.suspend(1)  # the weights still sleep
     if tags:
         backend.resume(["kv_cache"])
         assert not any(held.any() for held in memory)
@@ -209,18 +209,18 @@ assert len(os.listdir(images)) == 1 and "in 0." in lines[-1]
 one.cycle(False, said="restored")
 one.cycle(False, level=1)
 
-# Another engine with equal weights shares the file.
+# Another engine with equal weights uses the same file.
 Worker().start().cycle(False)
 assert len(os.listdir(images)) == 1
 
-# Changed weights are never restored. After a reload from the files, level 2 works again.
+# Changed weights are never restored from the file. After a reload from the model's files, level 2 works again.
 one = Worker().start()
 one.backend.finish_storing()
 one.model.memory[1][5] += 1
 one.cycle(True, said="the weights have changed")
 one.cycle(False)
 
-# Reloads that are not from the unchanged files are vLLM's own.
+# If the files have changed, or the reload is from other files, vLLM's own reload runs.
 del ALLOCATOR.calls[:]
 for named in ({"weights_path": folder}, {"weights_iterator": iter(())}, {"is_checkpoint_format": False}):
     one.reload_weights(**named)
@@ -232,11 +232,11 @@ one.wake_up()
 assert one.is_right()
 del ALLOCATOR.calls[:]
 one.reload_weights()
-assert ALLOCATOR.calls == ["reload", "reset"] and not one.is_right()  # the files' new weights
+assert ALLOCATOR.calls == ["reload", "reset"] and not one.is_right()  # these are the new weights of the files
 one.want = [held.clone() for held in one.model.memory]
 one.cycle(False)
 
-# Missing and damaged files lead to vLLM's own reload, and are then written again.
+# If the files are missing or damaged, vLLM's own reload runs. The files are then written again.
 for damage in (shutil.rmtree, lambda path: [os.truncate(os.path.join(path, name), 700) for name in os.listdir(path)]):
     one = Worker().start()
     one.backend.finish_storing()
@@ -267,7 +267,7 @@ one = Worker()
 one.model.secondary_weights = ["more"]
 one.start().cycle(True)
 
-# What remains open prevents a snapshot, and is named. Everything else is closed.
+# An open object prevents a snapshot, and the error names it. Everything else is closed.
 with overwire.safe_open(folder + "/m.safetensors", "pt") as file:
     del lines[:], ALLOCATOR.calls[:]
     one.checkpoint_prepare()
@@ -276,7 +276,7 @@ del lines[:]
 one.checkpoint_prepare()
 assert not lines
 
-# Without the setting nothing is stored and nothing is logged.
+# Without the setting, nothing is stored and nothing is logged.
 sleeping.setting = lambda name: ""
 before = os.listdir(images)
 del lines[:]
@@ -308,7 +308,7 @@ two = Worker().start()
 nap(two, False, True)
 entries = json.loads(subprocess.check_output([*command, "list", "--json"]))["entries"]
 assert len(entries) == 1 and entries[0]["users"] == 0, entries
-two.model.memory[1][5] += 1  # only changed allocations are encoded
+two.model.memory[1][5] += 1  # only the changed allocation is encoded
 two.want = [held.clone() for held in two.model.memory]
 nap(two, True, True)
 
@@ -339,14 +339,15 @@ def test_vllm_sleeps(tmp_path: Path) -> None:
 
 
 def test_level_2_restores_the_weights(tmp_path: Path) -> None:
-    """The weights of a level-2 sleep come from their file, so that `reload_weights` reads nothing. If the file, the
+    """After a level-2 sleep, the weights come from their file, so `reload_weights` reads nothing. If the file, the
     weights or the model's files have changed, vLLM's own reload runs."""
     test_live.stand_ins(tmp_path / "vllm", {**test_vllm.VLLM, **SLEEP})
     test_vllm.run(tmp_path, test_vllm.REGISTER + test_vllm.PRELUDE + WORKER + LEVEL2, tmp_path)
 
 
 def test_engines_share_the_host_store(tmp_path: Path) -> None:
-    """Engines with equal weights sleep with one copy of them in the host store, and wake without the store."""
+    """If engines have equal weights, the host store has one copy for all of them while they sleep. They also wake
+    without the store."""
     test_live.stand_ins(tmp_path / "vllm", {**test_vllm.VLLM, **SLEEP})
     program = test_vllm.REGISTER + test_vllm.PRELUDE + HOST.replace("WORKER", WORKER)
     test_vllm.run(tmp_path, program, tmp_path)

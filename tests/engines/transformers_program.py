@@ -40,7 +40,7 @@ def same(want: torch.nn.Module, got: torch.nn.Module, what: Any) -> None:
 
 @contextlib.contextmanager
 def passes() -> Iterator[list[tuple[str, int]]]:
-    """Records each pass of the engine: the dtype that it casts to, or "", and the number of tensors."""
+    """Records for each pass of the engine the dtype of its cast, or "", and the number of tensors."""
     seen: list[tuple[str, int]] = []
     stream = ow.stream
 
@@ -71,8 +71,8 @@ FORMS = (("plain", None), ("packed", "cpu"), ("plain", "cpu"), ("packed", None))
 def compare(
     folder: Path, maps: list[Any], dtypes: tuple[Any, ...] = ("auto", torch.float32), pairs: bool = False, **more: Any
 ) -> None:
-    """Compares each form of loading with the unpatched load. pairs: not each combination of map, dtype and form, but
-    each pair of two of them."""
+    """Compares each form of loading with the unpatched load. pairs: tests each pair of two of map, dtype and form, and
+    not each combination of all three."""
     for number, where in enumerate(maps):
         for at, dtype in enumerate(dtypes):
             want = auto(folder / "plain", device_map=where, dtype=dtype, **more)
@@ -80,7 +80,8 @@ def compare(
                 with ow.patch_safetensors(device=device), passes() as seen:
                     got = auto(folder / kind, device_map=where, dtype=dtype, **more)
                 same(want, got, (folder.name, kind, device, where, dtype))
-                # One pass reads all tensors for one device and cast. With transformers 4 there is one pass per shard.
+                # One pass reads all tensors with the same device and cast. With transformers 4, there is one pass per
+                # shard.
                 engine = kind == "packed" or device is not None
                 assert bool(seen) == engine, (folder.name, kind, device, where, seen)
                 if FIVE:
@@ -120,7 +121,7 @@ def tied(folder: Path) -> None:
 
 
 def experts(folder: Path) -> None:
-    """Loads experts that are stored one by one. transformers 5 stacks and joins them."""
+    """Compares a model in which each expert has its own tensors. transformers 5 stacks and joins them."""
     config = transformers.MixtralConfig(**SMALL, num_key_value_heads=2, num_local_experts=4)
     save(transformers.MixtralForCausalLM(config).bfloat16(), folder)
     stored = json.loads((folder / "plain" / "model.safetensors.index.json").read_text())["weight_map"]
@@ -129,7 +130,7 @@ def experts(folder: Path) -> None:
 
 
 def quantised(folder: Path) -> None:
-    """fp8 with a scale for each block."""
+    """Compares fp8 with a scale for each block."""
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL)).bfloat16()
     tensors = {}
     for name, tensor in model.state_dict().items():
@@ -158,7 +159,7 @@ def quantised(folder: Path) -> None:
 
 
 def odd(folder: Path) -> None:
-    """Loads files in which a name occurs twice, a tensor is unknown to the model, and one is missing."""
+    """Compares files in which a name occurs twice, a tensor is unknown to the model, and a tensor is missing."""
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL)).bfloat16()
     save(model, folder)
     for kind, write in (("plain", safetensors.torch.save_file), ("packed", ow.save_file)):
@@ -179,7 +180,7 @@ def odd(folder: Path) -> None:
     loaded = []
     for kind, patch in (("plain", contextlib.nullcontext), ("packed", ow.patch_safetensors)):
         with patch():
-            torch.manual_seed(3)  # for initialising missing tensors
+            torch.manual_seed(3)  # for the random values of missing tensors
             got, info = auto(folder / kind, device_map="cpu", dtype="auto", output_loading_info=True)
         loaded.append((got, {key: sorted(map(str, info[key])) for key in ("missing_keys", "unexpected_keys")}))
     assert loaded[0][1] == loaded[1][1] and loaded[0][1]["missing_keys"] and loaded[0][1]["unexpected_keys"]
@@ -187,14 +188,14 @@ def odd(folder: Path) -> None:
 
 
 def offloaded(folder: Path) -> None:
-    """Tensors offloaded to disk are read there after the patch has ended."""
+    """Tensors that are offloaded to disk can be read after the patch has ended."""
     save(transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL)).bfloat16().eval(), folder)
     where = {"model.embed_tokens": "cpu", "model.layers": "disk", "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
     tokens, logits = torch.arange(9)[None], []
     for kind, patch in (("plain", contextlib.nullcontext), ("packed", ow.patch_safetensors), ("plain", ow.patch_safetensors)):
         with patch(), passes() as seen:
             model = auto(folder / kind, device_map=where, dtype="auto", offload_folder=folder / "off")
-        assert not seen, seen  # tensors are read one by one
+        assert not seen, seen  # the tensors are read one by one
         with torch.no_grad():
             logits.append(model(tokens).logits)
     assert torch.equal(logits[0], logits[1]) and torch.equal(logits[0], logits[2])
@@ -218,7 +219,7 @@ def ready(folder: Path) -> None:
 
 
 def damaged(folder: Path) -> None:
-    """The error names the tensor, and nothing of the patch remains."""
+    """An error names the damaged tensor, and the patch is undone."""
     save(transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL)).bfloat16(), folder)
     path = max((folder / "packed").glob("*.safetensors"), key=lambda file: file.stat().st_size)
     data = bytearray(path.read_bytes())
@@ -237,7 +238,7 @@ def damaged(folder: Path) -> None:
 
 
 def adapters(folder: Path) -> None:
-    """Loads peft adapters with peft itself and with transformers' integration."""
+    """Compares peft adapters that peft itself and transformers' integration load."""
     try:
         import peft
     except ImportError:

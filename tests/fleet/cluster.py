@@ -1,4 +1,4 @@
-"""Starts a real Ray cluster of several nodes on one machine, and a real S3 server behind a proxy that counts."""
+"""Starts a real Ray cluster of several nodes on one machine, and a real S3 server behind a proxy that counts bytes."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # Ray's workers
 
 MIB = 1 << 20
 NODES = 3
-# The credentials of the nodes' own environments, which prefetch uses.
+# The nodes' own environments have these credentials, and prefetch uses them.
 ENV = {"OVERWIRE_RAY_PIECE_MB": "1", "AWS_ACCESS_KEY_ID": stores.S3_KEY, "AWS_SECRET_ACCESS_KEY": stores.S3_SECRET}
-# Ray gives up nodes that do not answer. On a busy machine that takes longer than its defaults allow.
+# Ray gives up nodes that do not answer in time. A busy machine needs more time than Ray's defaults allow.
 PATIENCE = {"RAY_raylet_start_wait_time_s": "120", "RAY_health_check_timeout_ms": "30000",
             "RAY_health_check_failure_threshold": "10"}  # fmt: skip
 
 
 class Replica:
-    """Loads models on its node, as a replica of a deployment does."""
+    """Loads models on its node, like a replica of a deployment."""
 
     def __init__(self) -> None:
         import logging
@@ -76,7 +76,7 @@ class Replica:
         return {name: zlib.crc32(tensor.numpy().tobytes()) for name, tensor in state.items()}
 
     def fill(self, size: int, in_use: bool = False) -> None:
-        """Takes memory of the node's object store. Ray cannot spill objects that are in use."""
+        """Fills memory of the node's object store. Ray cannot spill objects that are in use."""
         import ray
 
         refs = [ray.put(bytes(size >> 5)) for _ in range(32)]
@@ -92,7 +92,7 @@ class Setup:
         self.made = 0
 
     def model(self, compress: bool, tensors: int = 12, seed: int = 1, uri: str = "") -> tuple[str, dict[str, int], int]:
-        """Stores a model. Returns its URI, the checksums of its tensors, and its stored size."""
+        """Writes a model to the store. Returns its URI, the checksums of its tensors, and its stored size."""
         self.made += 1
         rng = np.random.default_rng(seed)
         uri = uri or f"s3://models/m{self.made}.safetensors"
@@ -105,8 +105,8 @@ class Setup:
         return ray.remote(Replica).options(num_cpus=0, resources={f"n{node}": 0.001}).remote()
 
     def sent(self) -> int:
-        """Returns the bytes that the store has sent since the last call, without the beginnings of files, which every
-        load reads to learn the state of the object."""
+        """Returns how many bytes the store has sent since the last call. The beginnings of files do not count, because
+        every load reads them to learn the state of the object."""
         beginning = 256 << 10
         count = sum(size for method, _, headers, _, size in self.proxy.asked
                     if method == "GET" and not str(headers.get("Range")).endswith(f"-{beginning - 1}"))  # fmt: skip
@@ -115,7 +115,7 @@ class Setup:
 
 
 def wait_until_gone() -> None:
-    """Waits until there is no directory."""
+    """Waits until no directory exists."""
     for _ in range(300):
         try:
             ray.get_actor(DIRECTORY, namespace=NAMESPACE)
@@ -137,8 +137,8 @@ def free_ports(count: int) -> list[int]:
 
 
 def add_node(cluster: Any, number: int) -> Any:
-    """Adds a node with a resource of its own. Ray waits 30 s for a node, and for ports that it chooses itself 15 s,
-    which a busy machine may exceed."""
+    """Adds a node with its own resource. Ray waits 30 s for a node and 15 s for ports that it chooses itself, and a
+    busy machine may need longer. So the ports are given, and a node that does not start is tried again."""
     for left in (3, 2, 1, 0):
         try:
             ports = dict(zip(PORTS, free_ports(len(PORTS)), strict=True))

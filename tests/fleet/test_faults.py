@@ -1,6 +1,6 @@
 """Tests loads through real Ray under random faults. `make ray` runs each kind once.
 
-Set OVERWIRE_TEST_SEED to repeat the faults of a run, and OVERWIRE_TEST_FAULTS to their number.
+OVERWIRE_TEST_SEED repeats the faults of a run. OVERWIRE_TEST_FAULTS is the number of faults.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ Sums = dict[str, int]
 
 
 class Soak:
-    """One load by three replicas. One of them may be the victim of a fault."""
+    """One load by three replicas. A fault may hit one of them."""
 
     def __init__(self, setup: Setup, rng: random.Random) -> None:
         self.setup, self.rng = setup, rng
         self.replicas: dict[int, list[Any]] = {node: [] for node in range(NODES)}
         self.uri, self.want, self.size = "", {}, 0
-        self.numbers = itertools.count(NODES)  # of the nodes that die
+        self.numbers = itertools.count(NODES)  # the numbers of the nodes that die
 
     def take(self, node: int | None = None) -> Any:
-        """Returns a replica that is idle, on a random node or a certain one."""
+        """Returns an idle replica on the given node, or on a random node."""
         node = self.rng.randrange(NODES) if node is None else node
         one = self.replicas[node].pop() if self.replicas[node] else self.setup.replica(node)
         self.taken.append((node, one))
@@ -50,7 +50,7 @@ class Soak:
                 self.replicas[node].append(one)
 
     def start(self, *replicas: Any, **options: Any) -> list[Any]:
-        ray.get([one.free.remote() for one in replicas])  # they have started
+        ray.get([one.free.remote() for one in replicas])  # waits until the replicas have started
         return [one.load.remote(self.uri, {**self.setup.options, **options}) for one in replicas]
 
     def check(self, works: list[Any], want: Sums | None = None) -> None:
@@ -62,7 +62,7 @@ class Soak:
 
 
 def kill_owner(soak: Soak) -> Any:
-    """A process dies that reads and owns pieces."""
+    """Kills a process that reads and owns pieces."""
     victim, *others = soak.take(), soak.take(), soak.take()
     works = soak.start(victim, *others)
     soak.wait()
@@ -72,7 +72,7 @@ def kill_owner(soak: Soak) -> Any:
 
 
 def kill_raylet(soak: Soak) -> Any:
-    """A node dies. Each time it is another one, because Ray starts actors on a dead node until it notices."""
+    """A different node dies each time, because Ray starts actors on a dead node until it notices the death."""
     number = next(soak.numbers)
     node = add_node(soak.setup.cluster, number)
     victim, *others = soak.setup.replica(number), soak.take(), soak.take()
@@ -84,7 +84,7 @@ def kill_raylet(soak: Soak) -> Any:
 
 
 def kill_directory(soak: Soak) -> None:
-    """The directory dies, and Ray or the next load starts another one."""
+    """Kills the directory. Ray or the next load starts another one."""
     works = soak.start(soak.take(), soak.take(), soak.take())
     soak.wait()
     with contextlib.suppress(ValueError):
@@ -93,7 +93,7 @@ def kill_directory(soak: Soak) -> None:
 
 
 def spill_pieces(soak: Soak) -> None:
-    """The owner's node, or one that has copies, needs its memory for other objects."""
+    """Fills the memory of the node that owns pieces, or of a node that has copies, with other objects."""
     nodes = soak.rng.sample(range(NODES), 2)
     owner, other = (soak.take(node) for node in nodes)
     soak.check(soak.start(owner))
@@ -105,7 +105,7 @@ def spill_pieces(soak: Soak) -> None:
 
 
 def use_all_memory(soak: Soak) -> None:
-    """A node's object store has no free memory, and Ray cannot spill."""
+    """Fills the object store of a node. Ray cannot spill."""
     filler = soak.take()
     ray.get(filler.fill.remote(280 * MIB, True))
     soak.check(soak.start(soak.take(), soak.take(), soak.take()))
@@ -113,7 +113,7 @@ def use_all_memory(soak: Soak) -> None:
 
 
 def replace_object(soak: Soak) -> None:
-    """The object is replaced between two loads, or during a load, which then may say so."""
+    """Replaces the object between two loads or during a load. A load during the replacement may raise an error."""
     works, old, new = soak.start(soak.take(), soak.take()), soak.want, soak.rng.randrange(1 << 30)
     if soak.rng.random() < 0.5:
         soak.check(works)
@@ -127,7 +127,7 @@ def replace_object(soak: Soak) -> None:
 
 
 def use_wrong_credentials(soak: Soak) -> None:
-    """One node may not read the object."""
+    """Lets one node load without permission to read the object."""
     victim = soak.take()
     works = soak.start(soak.take(), soak.take())
     with pytest.raises(ow.errors.AccessError):
@@ -136,8 +136,8 @@ def use_wrong_credentials(soak: Soak) -> None:
 
 
 def damage_read(soak: Soak) -> None:
-    """A process reads wrong bytes from the store and shares them with matching checksums. If an earlier fault makes it
-    read the store itself, it may raise CorruptError."""
+    """Lets a process read wrong bytes from the store and share them with matching checksums. If an earlier fault makes
+    the process read the store itself, it may raise CorruptError."""
     soak.begin(compress=True)
     soak.setup.proxy.wrong = 1
     replicas = [soak.take(), soak.take()]
@@ -157,7 +157,7 @@ FAULTS = [
 
 
 def test_faults(setup: Setup) -> None:
-    """Under every kind of fault, the other loads succeed, with the right bytes."""
+    """After every kind of fault, all other loads succeed and give the right bytes."""
     seed = int(os.environ.get("OVERWIRE_TEST_SEED") or random.randrange(1 << 32))
     count = int(os.environ.get("OVERWIRE_TEST_FAULTS") or len(FAULTS))
     print("seed", seed)

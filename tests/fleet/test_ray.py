@@ -24,7 +24,8 @@ ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # Ray's workers
 
 @pytest.mark.parametrize("compress", [True, False])
 def test_once(setup: Setup, compress: bool) -> None:
-    """Nodes that load at once, a second replica and a late node read each byte from the store once in total."""
+    """Nodes that load at the same time, a second replica and a late node read each byte from the store once in
+    total."""
     uri, want, size = setup.model(compress)
     first, second, late = (setup.replica(node) for node in (0, 1, 2))
     other = setup.replica(0)
@@ -42,7 +43,7 @@ def test_once(setup: Setup, compress: bool) -> None:
 
 
 def test_lost_owner(setup: Setup) -> None:
-    """The pieces of a process that died are read from the store again, and shared again."""
+    """If a process dies, its pieces are read from the store again and shared again."""
     uri, want, size = setup.model(True)
     owner, other, late = setup.replica(0), setup.replica(1), setup.replica(2)
     assert ray.get(owner.load.remote(uri, setup.options))[0] == want
@@ -51,12 +52,12 @@ def test_lost_owner(setup: Setup) -> None:
     setup.sent()
     got, lines = ray.get(other.load.remote(uri, setup.options))
     assert got == want and any("lost" in line for line in lines)
-    assert len(lines) <= 3 and setup.sent() <= size * 1.1  # one line for each kind of fault
+    assert len(lines) <= 3 and setup.sent() <= size * 1.1  # at most one line for each kind of fault
     assert ray.get(late.load.remote(uri, setup.options))[0] == want
 
 
 def test_lost_directory(setup: Setup) -> None:
-    """Loads go on without the directory, and share pieces again once there is a new one."""
+    """Loads continue without the directory. When there is a new directory, they share pieces again."""
     uri, want, _ = setup.model(False)
     first, second = setup.replica(0), setup.replica(1)
     assert ray.get(first.load.remote(uri, setup.options))[0] == want
@@ -69,7 +70,7 @@ def test_lost_directory(setup: Setup) -> None:
 
 
 def test_changed_object(setup: Setup) -> None:
-    """A node that opens a replaced object never gets bytes of the old one."""
+    """If a node opens a replaced object, it never gets bytes of the old object."""
     uri, want, _ = setup.model(False)
     first, second = setup.replica(0), setup.replica(1)
     assert ray.get(first.load.remote(uri, setup.options))[0] == want
@@ -80,7 +81,8 @@ def test_changed_object(setup: Setup) -> None:
 
 
 def test_wrong_credentials(setup: Setup) -> None:
-    """A node that may not read the object gets an error, although its pieces are in the cluster. Others load it."""
+    """If a node may not read the object, its load raises an error, although the cluster has the pieces. Other nodes
+    load the object."""
     uri, want, _ = setup.model(True)
     first, second, third = (setup.replica(node) for node in (0, 1, 2))
     works = [one.load.remote(uri, setup.options) for one in (first, third)]
@@ -99,7 +101,7 @@ class WrongSums(Directory):
 
 @pytest.mark.parametrize("compress", [True, False])
 def test_wrong_bytes(setup: Setup, compress: bool) -> None:
-    """A piece whose bytes do not match their checksum is dropped for all nodes and read from the store."""
+    """If the bytes of a piece do not match their checksum, all nodes drop the piece and read it from the store."""
     uri, want, _ = setup.model(compress)
     with contextlib.suppress(ValueError):
         ray.kill(ray.get_actor(DIRECTORY, namespace=NAMESPACE))
@@ -116,8 +118,8 @@ def test_wrong_bytes(setup: Setup, compress: bool) -> None:
 
 
 def test_damaged_read(setup: Setup) -> None:
-    """A process that reads wrong bytes from the store drops their piece, and reads the right bytes. Other processes get
-    only right bytes."""
+    """If a process reads wrong bytes from the store, it drops their piece and reads it again. Other processes get only
+    right bytes."""
     uri, want, _ = setup.model(True)
     first, second = setup.replica(0), setup.replica(1)
     setup.proxy.wrong = 1
@@ -127,7 +129,7 @@ def test_damaged_read(setup: Setup) -> None:
 
 
 def test_damaged_read_of_group(setup: Setup, tmp_path: Path) -> None:
-    """The same holds for the ranks of a group load to the host."""
+    """If a rank of a group load to the host reads wrong bytes, all ranks still get the right bytes."""
     uri, want, _ = setup.model(True)
     ranks = [setup.replica(0), setup.replica(1)]
     setup.proxy.wrong = 1
@@ -138,7 +140,7 @@ def test_damaged_read_of_group(setup: Setup, tmp_path: Path) -> None:
 
 
 def test_unused_directory(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The directory ends for good when no process has called it for a while. The next load starts a new one."""
+    """If no process has called the directory for a while, it ends. The next load starts a new directory."""
     with contextlib.suppress(ValueError):
         ray.kill(ray.get_actor(DIRECTORY, namespace=NAMESPACE))
     wait_until_gone()
@@ -147,7 +149,7 @@ def test_unused_directory(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None
     ray.get(directory.note_alive.remote("a"))
     wait_until_gone()
     with pytest.raises(ray.exceptions.RayActorError):
-        for _ in range(100):  # the process ends a little later than the name
+        for _ in range(100):  # the process ends shortly after its name is gone
             ray.get(directory.counts.remote(), timeout=30)
             time.sleep(0.1)
     uri, want, _ = setup.model(True)
@@ -156,7 +158,7 @@ def test_unused_directory(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_checkpoint(setup: Setup) -> None:
-    """A training checkpoint is read from the store once for two nodes."""
+    """Two nodes together read a training checkpoint once from the store."""
     import torch
     import torch.distributed.checkpoint as dcp
     from overwire.checkpoints import CheckpointWriter
@@ -169,11 +171,11 @@ def test_checkpoint(setup: Setup) -> None:
     assert ray.get(first.load_checkpoint.remote(uri, setup.options)) == want
     setup.sent()
     assert ray.get(second.load_checkpoint.remote(uri, setup.options)) == want
-    assert setup.sent() < MIB  # small files
+    assert setup.sent() < MIB  # only small files are read again
 
 
 def test_full_store(setup: Setup) -> None:
-    """Loads succeed on nodes whose object stores have no free memory."""
+    """Loads succeed on nodes with a full object store."""
     uri, want, _ = setup.model(True)
     fill, first, second = setup.replica(1), setup.replica(0), setup.replica(1)
     ray.get(fill.fill.remote(290 * MIB))
@@ -203,7 +205,7 @@ def test_prefetch(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_serve(setup: Setup, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The example with two deployments of Ray Serve loads the model twice and reads it once."""
+    """In the example with two deployments of Ray Serve, both load the model, and it is read from the store once."""
     uri, _, size = setup.model(True)
     monkeypatch.setenv("RAY_ADDRESS", setup.cluster.address)
     path = Path(__file__).parents[2] / "examples/production/ray_serve.py"
@@ -216,7 +218,7 @@ def test_serve(setup: Setup, capfd: pytest.CaptureFixture[str], monkeypatch: pyt
 
 
 def test_killed_node(setup: Setup) -> None:
-    """When a node dies during a load, the others finish."""
+    """If a node dies during a load, the other loads finish."""
     node = add_node(setup.cluster, NODES)
     uri, want, _ = setup.model(True, tensors=40)
     first, second, victim = setup.replica(0), setup.replica(1), setup.replica(NODES)

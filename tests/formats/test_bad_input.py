@@ -1,6 +1,7 @@
-"""Tests files that break the format, or change while they are read, at every entry point.
+"""Tests that every function reports files that break the format, or that change while they are read.
 
-Each vector of goldens/container/vectors.json raises its typed error with the file's name, and no descriptor stays open.
+Each vector of goldens/container/vectors.json raises its typed error with the name of the file. No descriptor stays
+open.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def _object(path: Path, **named: Any) -> Any:
 
 def _index(path: Path, **named: Any) -> Any:
     index = path.parent / "model.safetensors.index.json"
-    try:  # an index lists the tensors of its files
+    try:  # the index needs the names of the file's tensors
         names = list(ow.safe_open(path, "bytes", **named).offset_keys())
     except ow.OverwireError:
         names = ["a"]
@@ -102,17 +103,17 @@ def _links() -> list[str]:
     for number in os.listdir("/proc/self/fd"):
         try:
             links.append(os.readlink(f"/proc/self/fd/{number}"))
-        except FileNotFoundError:  # the descriptor that listdir itself used is closed
+        except FileNotFoundError:  # listdir's own descriptor, now closed
             pass
     return links
 
 
-# Errors that load_model or a lookup by name may raise before or instead of the file's own.
+# load_model or a lookup by name may raise these errors before or instead of the file's error.
 BESIDE = (ow.ModelMismatchError, ow.TensorNotFoundError)
 
 
 @pytest.mark.parametrize("entry", ENTRIES)
-def test_every_rule_at_every_entry(entry: str, tmp_path: Path) -> None:
+def test_every_function_refuses_every_broken_file(entry: str, tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     call = ENTRIES[entry]
     takes = any(
@@ -141,7 +142,7 @@ def test_every_rule_at_every_entry(entry: str, tmp_path: Path) -> None:
     assert soon(lambda: not any(link.startswith(str(tmp_path)) for link in _links())), "descriptors are still open"
 
 
-def test_every_rule_at_other_libraries_names(tmp_path: Path) -> None:
+def test_compat_modules_refuse_every_broken_file(tmp_path: Path) -> None:
     """The compat modules refuse the same files, with the error types of the library they replace."""
     import overwire.compat.fastsafetensors as fst
     import overwire.compat.safetensors as st
@@ -187,9 +188,9 @@ def plain(tmp_path: Path) -> tuple[Path, dict[str, Any]]:
 
 @pytest.mark.parametrize("compress", [False, True])
 @pytest.mark.parametrize("mmap", [None, False])
-def test_a_file_that_is_cut_off_under_us(plain: tuple[Path, dict[str, Any]], mmap: bool | None, compress: bool) -> None:
-    """Reading a file that was truncated after it was opened raises CorruptError with file and offset. It never returns
-    the zeros that a read past the end can give."""
+def test_an_open_file_that_is_truncated(plain: tuple[Path, dict[str, Any]], mmap: bool | None, compress: bool) -> None:
+    """If an open file is truncated, reading it raises CorruptError with file and offset. It never returns the zeros
+    that a read past the end of a mapping can give."""
     path, tensors = plain
 
     def fresh() -> int:
@@ -219,8 +220,8 @@ def test_a_file_that_is_cut_off_under_us(plain: tuple[Path, dict[str, Any]], mma
         lambda: ow.verify(path),
     ):
         gone(call)
-    # A stream returns the old bytes if it read them in time, or raises the error. The file is not mapped, because
-    # losing mapped data ends the process, as the documentation of load_file says.
+    # A stream returns the old bytes if it read them in time, or raises the error. mmap=False is needed, because losing
+    # mapped data ends the process, as the documentation of load_file says.
     fresh()
     running = ow.stream(path, mmap=False, max_memory=2_100_000)
     name, tensor = next(running)
@@ -238,9 +239,9 @@ def test_a_file_that_is_cut_off_under_us(plain: tuple[Path, dict[str, Any]], mma
         assert all(torch.equal(tensor, tensors[name]) for name, tensor in ow.load_file(pinned).items())
 
 
-def test_a_file_that_is_replaced_under_us(plain: tuple[Path, dict[str, Any]]) -> None:
-    """An open file keeps its contents when its path is replaced. The next load reads the new file, even if its name,
-    size and time are the same."""
+def test_an_open_file_that_is_replaced(plain: tuple[Path, dict[str, Any]]) -> None:
+    """An open file keeps its contents when its path is replaced. The next load reads the new file, even if name, size
+    and time are the same."""
     path, tensors = plain
     old = {name: tensor.clone() for name, tensor in tensors.items()}
     held = ow.load_file(path)
@@ -270,7 +271,7 @@ def test_a_file_that_is_replaced_under_us(plain: tuple[Path, dict[str, Any]]) ->
     assert torch.equal(got["a"], swapped["a"]) and torch.equal(got["b"], swapped["b"])
 
 
-def test_a_preload_whose_file_is_cut_off(plain: tuple[Path, dict[str, Any]]) -> None:
+def test_a_preload_of_a_truncated_file(plain: tuple[Path, dict[str, Any]]) -> None:
     path, tensors = plain
     ow.save_file(tensors, path)
     os.truncate(path, path.stat().st_size - 50_000)
@@ -282,7 +283,7 @@ def test_a_preload_whose_file_is_cut_off(plain: tuple[Path, dict[str, Any]]) -> 
     assert caught.value.source == str(path)
 
 
-def test_threads_that_meet_a_bad_file_all_hear_of_it(plain: tuple[Path, dict[str, Any]]) -> None:
+def test_every_thread_gets_the_error_of_a_bad_file(plain: tuple[Path, dict[str, Any]]) -> None:
     path, _ = plain
     os.truncate(path, path.stat().st_size - 1)
     heard: list[BaseException] = []
@@ -301,8 +302,8 @@ def test_threads_that_meet_a_bad_file_all_hear_of_it(plain: tuple[Path, dict[str
     assert [type(error) for error in heard] == [ow.CorruptError] * 8
 
 
-def test_a_medium_that_fails(tmp_path: Path) -> None:
-    """A real read error of the kernel becomes a typed error with file and offset at every entry point."""
+def test_a_failing_disk(tmp_path: Path) -> None:
+    """If the kernel reports a read error, every function raises a typed error with file and offset."""
     bad = Path("/sys/class/net/lo/speed")  # reports a size of 4096 bytes, but every read fails
     try:
         bad.read_bytes()
@@ -328,9 +329,9 @@ def _entries_of_paths() -> Iterator[tuple[str, Callable[..., Any]]]:
 
 @pytest.mark.parametrize("shape", [[0, 1 << 62, 1 << 62], [5, 0, 1 << 31, 1 << 31], [1 << 62, 0, 1 << 62]])
 @pytest.mark.parametrize("framework", ["pt", "np"])
-def test_an_empty_tensor_that_no_framework_holds(tmp_path: Path, shape: list[int], framework: str) -> None:
-    """An empty tensor with a shape that overflows raises a typed error with the tensor's name, instead of torch's or
-    numpy's error."""
+def test_an_empty_tensor_with_a_shape_that_overflows(tmp_path: Path, shape: list[int], framework: str) -> None:
+    """An empty tensor with a shape that overflows raises a typed error with the tensor's name, not an error of torch or
+    numpy."""
     path = tmp_path / "x.safetensors"
     header = json.dumps({"huge": {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]}}).encode()
     path.write_bytes(len(header).to_bytes(8, "little") + header)
@@ -345,9 +346,9 @@ def test_an_empty_tensor_that_no_framework_holds(tmp_path: Path, shape: list[int
         assert "overflow" in str(caught.value).lower()
 
 
-def test_arguments_of_another_type_are_named_as_python_names_them(tmp_path: Path) -> None:
-    """Errors show wrong option values in Python notation. A file name with another format's extension is refused before
-    anything is written."""
+def test_errors_show_wrong_values_in_python_notation(tmp_path: Path) -> None:
+    """Errors show wrong option values in Python notation. A file name with the extension of another format is refused
+    before anything is written."""
     weights = {"a": torch.arange(4.0)}
     with pytest.raises(ow.ArgumentError, match=r"level 9: expected 'default' or 'smaller'"):
         ow.save_file(weights, tmp_path / "m.safetensors", level=9)  # type: ignore[arg-type]
@@ -356,8 +357,8 @@ def test_arguments_of_another_type_are_named_as_python_names_them(tmp_path: Path
     assert not list(tmp_path.iterdir())
 
 
-def test_damage_of_stored_bytes_has_one_rule(tmp_path: Path) -> None:
-    """A wrong checksum causes the same error with the same rule in every function that reads the file."""
+def test_every_function_reports_damage_with_the_same_rule(tmp_path: Path) -> None:
+    """Every function that reads a file with a wrong checksum raises the same error with the same rule."""
     base = {"a": torch.arange(65536, dtype=torch.float32).sin()}
     ow.save_file(base, tmp_path / "m")
     ow.save_delta({"a": base["a"] + 1}, base, tmp_path / "d")
@@ -371,11 +372,11 @@ def test_damage_of_stored_bytes_has_one_rule(tmp_path: Path) -> None:
             assert (damage.value.rule, damage.value.tensor) == ("Checksum", "a")
 
 
-def test_a_disk_that_fails_does_not_make_a_container_a_plain_file(
+def test_a_disk_error_does_not_turn_a_container_into_a_plain_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A disk error is raised and short reads are continued, because a container must not be mistaken for a plain file.
-    Paths that do not exist or are not files return None."""
+    """If reading the first bytes fails, the disk error is raised, and short reads are continued, because a container
+    must not be read as a plain file. Paths that do not exist or are not files return None."""
     path = tmp_path / "m.safetensors"
     ow.save_file({"w": torch.zeros(9000)}, path)
     read, faults = os.pread, []

@@ -1,5 +1,5 @@
-"""Tests that every function takes the files of a folder that docs/folders.md names, and compares them with
-transformers' choice."""
+"""Tests that every function reads the files of a folder that docs/folders.md names, and compares them with the files
+that transformers reads."""
 
 from __future__ import annotations
 
@@ -90,8 +90,8 @@ def _pipeline(folder: Path) -> None:
     _files(folder / "unet", "diffusion_pytorch_model.fp16", 2)
 
 
-# function that makes the folder, the value in its model or the error, and the value in the model that transformers
-# finds (None if it finds none)
+# By kind of folder: the function that makes it, the value in its model or the error, and the value in the model that
+# transformers finds (None if it finds no model).
 CASES: dict[str, tuple[Callable[[Path], object], Any, float | None]] = {
     "one file": (_single, 1, 1),
     "shards": (_shards, 1, 1),
@@ -120,7 +120,7 @@ CASES: dict[str, tuple[Callable[[Path], object], Any, float | None]] = {
 
 
 def _of_transformers(folder: Path) -> float | None:
-    """Returns the value in the first file that transformers chooses, or None if it finds none."""
+    """Returns the value in the first file that transformers reads, or None if it finds no file."""
     from transformers.modeling_utils import _get_resolved_checkpoint_files
 
     try:
@@ -152,9 +152,9 @@ def _converted(folder: Path, out: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_every_verb_takes_the_same_files(tmp_path: Path, case: str) -> None:
-    """Each function reads the files that docs/folders.md names or raises its error, and a converted folder holds the
-    same model."""
+def test_every_function_reads_the_same_files(tmp_path: Path, case: str) -> None:
+    """Each function reads the files that docs/folders.md names, or raises the error. A converted folder has the same
+    model."""
     make, want, _ = CASES[case]
     folder, out = tmp_path / "model", tmp_path / "out"
     folder.mkdir()
@@ -169,7 +169,7 @@ def test_every_verb_takes_the_same_files(tmp_path: Path, case: str) -> None:
     ]
     if isinstance(want, tuple):
         error, *words = want
-        if case != "a pipeline":  # verify and inspect accept a pipeline, because they take all its models
+        if case != "a pipeline":  # verify and inspect accept a pipeline and read all its models
             verbs += [lambda: ow.verify(folder), lambda: ow.inspect(folder)]
         for verb in verbs:
             with pytest.raises(error) as raised:
@@ -185,8 +185,8 @@ def test_every_verb_takes_the_same_files(tmp_path: Path, case: str) -> None:
     assert sorted(path.name for path in out.iterdir()) == sorted(path.name for path in folder.iterdir())
 
 
-def test_a_save_replaces_a_set_by_its_index(tmp_path: Path) -> None:
-    """Saving shards over an earlier set uses new file names and removes the old files. In an empty folder the usual
+def test_a_save_replaces_a_set_of_shards(tmp_path: Path) -> None:
+    """Saving shards over an earlier set uses new file names and removes the old files. In an empty folder, the usual
     names are used."""
     names = []
     for value in (1.0, 2.0, 3.0):
@@ -199,9 +199,9 @@ def test_a_save_replaces_a_set_by_its_index(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_transformers_chooses_what_the_page_says(tmp_path: Path) -> None:
-    """transformers takes the files that the table names, in the original folder, in a converted one, and in one that
-    was converted in place, which adds a missing index."""
+def test_transformers_reads_the_files_that_the_table_names(tmp_path: Path) -> None:
+    """transformers reads the files that the table names: in the original folder, in a converted folder, and in a folder
+    that was converted in place, which gets its missing index."""
     pytest.importorskip("transformers")
     for number, (make, want, theirs) in enumerate(CASES.values()):
         folder, out = tmp_path / f"{number}", tmp_path / f"{number}-out"
@@ -215,8 +215,8 @@ def test_transformers_chooses_what_the_page_says(tmp_path: Path) -> None:
             assert _of_transformers(folder) == (theirs or (want if make is _whole else None))
 
 
-def test_a_slash_says_that_the_target_is_a_folder(tmp_path: Path) -> None:
-    """Converting one file to FOLDER/ creates the folder, as the command does."""
+def test_a_target_with_a_slash_is_a_folder(tmp_path: Path) -> None:
+    """Converting one file to FOLDER/ creates the folder, like the command."""
     ow.save_file({f"{i}": np.full(64, i, "float32") for i in range(8)}, tmp_path / "one.safetensors", compress=False)
     ow.convert(tmp_path / "one.safetensors", f"{tmp_path}/out/", compress=False, max_shard_size=512)
     assert (tmp_path / "out/model.safetensors.index.json").exists()
@@ -224,8 +224,8 @@ def test_a_slash_says_that_the_target_is_a_folder(tmp_path: Path) -> None:
     assert ow.load_file(tmp_path / "out", framework="np")["7"][0] == 7
 
 
-def test_an_index_that_does_not_fit_its_files(tmp_path: Path) -> None:
-    """An index that lists a tensor which its file lacks is refused by load_file, verify and conversion to a folder."""
+def test_an_index_that_does_not_match_its_files(tmp_path: Path) -> None:
+    """If an index lists a tensor that its file lacks, load_file, verify and conversion to a folder refuse it."""
     (source := tmp_path / "m").mkdir()
     _shards(source)
     index = json.loads((source / _INDEX).read_text())

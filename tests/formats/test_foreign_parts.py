@@ -1,4 +1,4 @@
-"""Tests that a part of another library's checkpoint is never taken for the whole."""
+"""Tests that a part of another library's checkpoint is never read as the whole checkpoint."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ torch = pytest.importorskip("torch")
 from test_foreign import GOLDENS, altered, equal  # noqa: E402
 
 
-def test_a_part_of_a_checkpoint_is_never_the_whole(tmp_path: Path) -> None:
-    """One rank's description, a second model in the folder, a file number of no rank, and headers that break the rules
-    of safetensors are refused."""
+def test_a_part_of_a_checkpoint_is_refused(tmp_path: Path) -> None:
+    """A folder is refused if it has one rank's description, a second model, a file number that no rank has, or headers
+    that break the rules of safetensors."""
     folder, read = altered(tmp_path, lambda meta: None), (ow.load_file, lambda path: ow.convert(path, tmp_path / "out/"))
     before = ow.load_file(folder)
     os.rename(folder / ".metadata", folder / "__0.metadata")
@@ -52,8 +52,8 @@ def test_a_part_of_a_checkpoint_is_never_the_whole(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_records_and_entries_that_lie(tmp_path: Path) -> None:
-    """Malformed sizes in tar records are refused, and so is an .npy entry that is not an array."""
+def test_malformed_tar_records_and_npy_entries(tmp_path: Path) -> None:
+    """Malformed sizes in tar records are refused. An .npy entry that is not an array is also refused."""
     path = tmp_path / "m.nemo"
     for digits in (b"9" * 5000, "\u00b2".encode(), b"-1"):
         pax, record = tarfile.TarInfo("p"), b"9 size=" + digits + b"\n"

@@ -1,4 +1,4 @@
-"""Tests that GGUF files are listed and verified by their headers but never saved or loaded. The package gguf is the
+"""Tests that GGUF files are listed and verified by their headers, and never saved or loaded. The package gguf is the
 reference."""
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SIZES = gguf.GGML_QUANT_SIZES
 
 
 def write(path: Path, seed: int, types: list[Type]) -> None:
-    """Writes a file with the reference's writer, with a tensor of each type and entries of each kind."""
+    """Writes a file with the reference's writer. It has a tensor of each type and an entry of each kind."""
     rng = random.Random(seed)
     writer = gguf.GGUFWriter(path, "llama", endianess=rng.choice(list(gguf.GGUFEndian)))
     writer.add_custom_alignment(rng.choice([8, 32, 256]))
@@ -49,8 +49,8 @@ def write(path: Path, seed: int, types: list[Type]) -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_inspect_and_verify_agree_with_the_reference(tmp_path: Path, seed: int) -> None:
-    """Names, types, shapes, sizes, offsets and entries equal those that the package gguf reads, for each of its
-    types."""
+    """Names, types, shapes, sizes, offsets and entries equal those that the package gguf reads, for each type that it
+    knows."""
     path = tmp_path / "m.gguf"
     types = list(SIZES)
     random.Random(seed).shuffle(types)
@@ -73,7 +73,7 @@ def test_inspect_and_verify_agree_with_the_reference(tmp_path: Path, seed: int) 
     assert "GGUF files have no checksums" in report["note"]
 
 
-def test_types_are_those_of_the_reference() -> None:
+def test_types_equal_the_references() -> None:
     """The engine's table has exactly the types of the package gguf."""
     text = (Path(__file__).resolve().parents[2] / "gosrc/format/gguf/gguf.go").read_text()
     rows = re.findall(r'(\d+): \{"(\w+)", (\d+), (\d+)\}', text)
@@ -81,9 +81,9 @@ def test_types_are_those_of_the_reference() -> None:
     assert table == {kind.value: (kind.name, *SIZES[kind]) for kind in SIZES}
 
 
-def test_types_that_came_later(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """A tensor of an unknown type is listed without its size, and all others completely. verify checks the others and
-    says so."""
+def test_unknown_types(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A tensor of an unknown type is listed without its size, and all other tensors completely. verify checks the other
+    tensors and says so."""
     path = tmp_path / "m.gguf"
     write(path, 5, [Type.Q4_K, Type.F16, Type.F32])
     known = ow.inspect(path)["sources"][0]
@@ -105,9 +105,9 @@ def test_types_that_came_later(tmp_path: Path, capfd: pytest.CaptureFixture[str]
     assert "were not verified" in capfd.readouterr().out
 
 
-def test_the_command_line_lists_it(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """`overwire inspect` and `verify` take a GGUF file, even together with other files or from a server, and --html
-    writes a page. Terminal control characters are never printed."""
+def test_commands_accept_gguf_files(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """`overwire inspect` and `verify` accept a GGUF file, even with other files or from a server, and --html writes a
+    page. Terminal control characters are never printed."""
     write(tmp_path / "m.gguf", 1, [Type.Q4_K, Type.F16])
     ow.save_file({"a": np.zeros(3, "f4")}, tmp_path / "a.safetensors")
     both = [str(tmp_path / "m.gguf"), str(tmp_path / "a.safetensors")]
@@ -124,7 +124,7 @@ def test_the_command_line_lists_it(tmp_path: Path, capfd: pytest.CaptureFixture[
         assert len(json.loads(capfd.readouterr().out)["sources"][0]["tensors"]) == 2
 
 
-def test_its_head_is_asked_for_once(tmp_path: Path) -> None:
+def test_the_beginning_of_a_remote_file_is_requested_once(tmp_path: Path) -> None:
     """The beginning of a remote GGUF file is requested once."""
     write(tmp_path / "m.gguf", 4, [Type.Q4_K])
     data, heads = (tmp_path / "m.gguf").read_bytes(), []
@@ -156,8 +156,8 @@ def test_its_head_is_asked_for_once(tmp_path: Path) -> None:
     assert heads == ["/m.gguf"]
 
 
-def test_it_is_not_stored(tmp_path: Path) -> None:
-    """Functions that would save or load a GGUF file say what it is and why overwire refuses it."""
+def test_gguf_files_are_neither_saved_nor_loaded(tmp_path: Path) -> None:
+    """Functions that would save or load a GGUF file say that it is a GGUF file and why overwire refuses it."""
     write(tmp_path / "m.gguf", 2, [Type.Q8_0])
     target = tmp_path / "x.safetensors"
     for verb in (ow.load_file, lambda path: ow.convert(path, target), lambda path: ow.save_file({}, path)):
@@ -167,7 +167,7 @@ def test_it_is_not_stored(tmp_path: Path) -> None:
 
 
 def test_damaged_headers(tmp_path: Path) -> None:
-    """A truncated or changed header is read or refused with the file's name, and never crashes the engine."""
+    """A truncated or changed header is read, or refused with the file's name, and never crashes the engine."""
     write(tmp_path / "m.gguf", 3, [Type.Q4_0, Type.F32])
     data = (tmp_path / "m.gguf").read_bytes()
     rng = random.Random(3)

@@ -65,7 +65,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
 
 
 def names(place: Place) -> list[str]:
-    """Names that an index.json must not contain."""
+    """Returns names that an index.json must not contain."""
     far = ["s3://bucket/x", "redis://127.0.0.1/x", "hf://org/name/x", "http://169.254.169.254/x", "http://[::1]/x", "gopher://h/x"]
     up = ["..", ".", "", "/", f"../{OUTSIDE}", f"sub/../../{OUTSIDE}", f"./../{OUTSIDE}", f"..//{OUTSIDE}", f"..\\{OUTSIDE}",
           f"%2e%2e/{OUTSIDE}", "sub/x.safetensors", "./sub/x.safetensors", "sub\\x.safetensors"]  # fmt: skip
@@ -82,7 +82,7 @@ def refuses(load: Callable[[], object]) -> None:
 
 @pytest.mark.parametrize("far", [False, True], ids=["local", "http"])
 def test_index_json(place: Place, far: bool) -> None:
-    """34 names are refused, in a local index and over HTTP."""
+    """An index with one of 34 forbidden names is refused, as a local file and over HTTP."""
     index = place.folder / "model.safetensors.index.json"
     all_names = names(place)
     assert len(all_names) == 34
@@ -92,7 +92,7 @@ def test_index_json(place: Place, far: bool) -> None:
     index.unlink()
 
 
-def test_meta_csv_behind_a_url(place: Place) -> None:
+def test_a_meta_csv_from_a_url(place: Place) -> None:
     """A meta.csv from a server cannot make overwire read a local file or contact another server."""
     meta = place.folder / "meta.csv"
     outside = [f"{place.root}/outside.raw", f"/{place.root}/outside.raw", "../outside.raw", "/../outside.raw", f"file://{place.root}/outside.raw",
@@ -106,12 +106,12 @@ def test_meta_csv_behind_a_url(place: Place) -> None:
 
 
 def test_links_are_not_served(place: Place) -> None:
-    """`overwire serve` follows no link out of its folder."""
+    """`overwire serve` follows no link that leads out of its folder."""
     refuses(lambda: ow.load_file(place.url + "link.safetensors", framework="np"))
 
 
-def test_an_import_asks_no_url(tmp_path: Path, script) -> None:
-    """Importing nyacomp's drop-in preloads a local meta.csv but requests its URLs only if DOWNLOAD=1 is set. An
+def test_an_import_requests_no_url(tmp_path: Path, script) -> None:
+    """Importing nyacomp's drop-in preloads a local meta.csv. It requests the URLs in it only if DOWNLOAD=1 is set. An
     explicit load always requests them."""
     asked: list[str] = []
 
@@ -148,9 +148,9 @@ def test_an_import_asks_no_url(tmp_path: Path, script) -> None:
         server.server_close()
 
 
-def test_no_redis_server_of_a_file_is_asked(tmp_path: Path) -> None:
+def test_a_redis_server_in_a_file_gets_no_request(tmp_path: Path) -> None:
     """A meta.csv that names a Redis server is refused before a connection is made, because the server would get the
-    environment's password."""
+    password from the environment."""
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         server.listen()

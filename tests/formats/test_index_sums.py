@@ -11,8 +11,8 @@ import pytest
 
 
 @pytest.mark.parametrize("part", ["index", "header"])
-def test_a_wrong_sum_of_what_describes_tensors_has_a_rule(tmp_path: Path, part: str) -> None:
-    """A changed bit of the index or the header is refused with the same rule as a wrong chunk checksum."""
+def test_wrong_checksums_of_index_and_header(tmp_path: Path, part: str) -> None:
+    """A changed bit in the index or the header is refused with the same rule as a wrong checksum of a chunk."""
     path = tmp_path / "m.safetensors"
     ow.save_file({"w": np.zeros((256, 256), np.float32)}, path, metadata={"note": "abcd"})
     stored = bytearray(path.read_bytes())

@@ -56,7 +56,8 @@ def test_goldens(path: Path) -> None:
 
 
 def test_checksums() -> None:
-    """CRC32C matches RFC 3720's vectors, and a bitwise computation for lengths around the folded rows."""
+    """CRC32C equals the vectors of RFC 3720, and a bitwise computation for lengths around the size of the folded
+    rows."""
     assert crc32c(np.zeros(32, np.uint8)) == 0x8A9136AA and crc32c(np.full(32, 255, np.uint8)) == 0x62A8AB43
     assert crc32c(np.arange(32, dtype=np.uint8)) == 0x46DD794E and crc32c(np.zeros(0, np.uint8)) == 0
     data = np.random.default_rng(5).integers(0, 256, 3 * 8192 + 77, dtype=np.uint8)
@@ -70,7 +71,8 @@ def test_checksums() -> None:
 
 
 def test_random_files(tmp_path: Path, seed: int) -> None:
-    """Both readers agree on files of every dtype and kind of values, column parts and aliases, without Zstandard."""
+    """Both readers agree on files of every dtype, with all kinds of values, column parts and aliases, without
+    Zstandard."""
     torch = pytest.importorskip("torch")
     r = random.Random(seed)
     torch.manual_seed(seed)
@@ -107,8 +109,8 @@ def test_random_files(tmp_path: Path, seed: int) -> None:
 
 @pytest.mark.parametrize("place", [0, 1, 3, 255, 256, 133119])
 def test_lone_escapes(tmp_path: Path, place: int, seed: int) -> None:
-    """A segment's only escape is found at any position and with any value. The list of escapes begins where the words
-    end, although later bytes may also look like a list."""
+    """Both readers find the only escape of a segment at any position and with any value. The list of escapes begins
+    after the words, even if later bytes look like a list."""
     r = np.random.default_rng(seed + place)
     path, count, escapes = tmp_path / "m.safetensors", 133120, set()
     for rare in (0, place & 0xFF, 3, 91, 200, 255):
@@ -133,7 +135,8 @@ def test_lone_escapes(tmp_path: Path, place: int, seed: int) -> None:
 
 
 def test_changed_bytes_are_refused(tmp_path: Path, seed: int) -> None:
-    """A changed byte of a container outside padding is refused, with tensor and chunk where they are known."""
+    """If a byte outside padding is changed, a container is refused. The error names tensor and chunk if they are
+    known."""
     r = random.Random(seed)
     for path in GOLDENS:
         golden = bytearray((ROOT / path).read_bytes())
@@ -165,8 +168,8 @@ def _fate(load: Any, path: Path) -> dict[str, bytes] | None:
 
 
 def test_both_readers_refuse_the_same_files(tmp_path: Path, seed: int) -> None:
-    """For a container with a changed index and recomputed checksums, both readers give the same tensors or both refuse
-    it. A large count by itself does not make them allocate memory."""
+    """If the index of a container is changed and its checksums are recomputed, both readers give the same tensors, or
+    both refuse it. A large count does not make them allocate memory."""
     r, path = random.Random(seed), tmp_path / "m.safetensors"
     values = np.random.default_rng(seed).standard_normal(3000).astype(np.float32)
     ow.save_file({"a": values, "b": values.copy(), "n": np.arange(900), "e": values[:0]}, path)
@@ -199,7 +202,7 @@ def test_both_readers_refuse_the_same_files(tmp_path: Path, seed: int) -> None:
 
 _ENTRY = '"dtype":"U8","shape":[2],"data_offsets":[0,2]'
 _NOTED = '{"__metadata__":{"overwire":%s},"a":{' + _ENTRY + "}}"
-# Headers of files with two bytes of data, and whether the readers accept them.
+# Headers of files with two bytes of data, and whether both readers accept them.
 HEADERS = [
     ('{"a":{%s,"more":{"x":[1,null]}}}' % _ENTRY, True),
     ('{"a":{%s,"more":NaN}}' % _ENTRY, False),
@@ -226,17 +229,18 @@ HEADERS = [
 
 
 @pytest.mark.parametrize(("header", "is_taken"), HEADERS)
-def test_both_readers_take_the_same_headers(tmp_path: Path, header: str, is_taken: bool) -> None:
-    """Both readers agree on plain files with unknown keys, extreme numbers and strings, and other programs' notes."""
+def test_both_readers_accept_the_same_headers(tmp_path: Path, header: str, is_taken: bool) -> None:
+    """Both readers agree on plain files with unknown keys, extreme numbers and strings, and entries of other
+    programs."""
     path = tmp_path / "m.safetensors"
     path.write_bytes(len(header.encode()).to_bytes(8, "little") + header.encode() + b"ab")
     fates = [_fate(load, path) for load in (ow.load_file, read.load_file)]
     assert fates[0] == fates[1] and (fates[0] is not None) == is_taken, fates
 
 
-def test_both_readers_say_the_same_of_cut_off_files(tmp_path: Path) -> None:
-    """Both readers raise CorruptError for a truncated file, and FormatError for one with extra bytes. Tensors without
-    elements are read as torch tensors."""
+def test_both_readers_raise_the_same_errors_for_truncated_files(tmp_path: Path) -> None:
+    """Both readers raise CorruptError for a truncated file, and FormatError for a file with extra bytes. Tensors
+    without elements are read as torch tensors."""
     torch = pytest.importorskip("torch")
     path = tmp_path / "m.safetensors"
     ow.save_file({"a": np.arange(9), "e": np.empty((0, 3), np.float32), "n": np.empty(0, np.int16)}, path, compress=False)
@@ -259,9 +263,9 @@ def test_both_readers_say_the_same_of_cut_off_files(tmp_path: Path) -> None:
         ("1.\u0661", 3, False), ("2.0", 3, False),
     ],
 )  # fmt: skip
-def test_both_readers_take_the_same_versions(tmp_path: Path, version: str, minor: int, is_taken: bool) -> None:
-    """Both readers accept the same versions. In a newer minor version, reserved bytes may have a meaning. Before 1.4, a
-    file must not have a notice."""
+def test_both_readers_accept_the_same_versions(tmp_path: Path, version: str, minor: int, is_taken: bool) -> None:
+    """Both readers accept the same versions. In a newer minor version, reserved bytes may have a meaning. A file of a
+    version before 1.4 must not have a notice."""
     path = tmp_path / "m.safetensors"
     ow.save_file({"a": np.arange(3000, dtype=np.int64)}, path)
     data = path.read_bytes()
@@ -290,7 +294,7 @@ def test_both_readers_take_the_same_versions(tmp_path: Path, version: str, minor
         (b"(to read", b"\xff\xff\xff\xff\xff\xff\xff\xff", ow.FormatError),
     ],
 )
-def test_both_readers_take_the_same_notices(
+def test_both_readers_accept_the_same_notices(
     tmp_path: Path, old: bytes, new: bytes, error: type[Exception] | None
 ) -> None:
     """Both readers require the entry that makes other readers refuse a compressed file, and ignore only its name."""
@@ -311,7 +315,8 @@ def test_both_readers_take_the_same_notices(
 
 
 def test_the_wheel_for_all_machines(tmp_path: Path) -> None:
-    """The portable wheel is valid and reads every golden file with numpy only. Functions without the engine say so."""
+    """The portable wheel is valid, and reads every golden file with numpy only. Functions that need the engine say
+    so."""
     wheel = tmp_path / setup.build_portable_wheel(str(tmp_path))
     assert check.audit(wheel) == []
     for path, digests in check.read_goldens(wheel, check.goldens()).items():
@@ -320,8 +325,8 @@ def test_the_wheel_for_all_machines(tmp_path: Path) -> None:
 
 
 def test_the_wheel_is_installed_and_run(tmp_path: Path) -> None:
-    """pip installs the portable wheel. Its command lists a compressed file and writes a plain copy that other readers
-    can read, or no file after an error."""
+    """pip can install the portable wheel. Its command lists a compressed file, and writes a plain copy that other
+    readers can read. After an error, it writes no file."""
     stock = pytest.importorskip("safetensors.numpy")
     wheel = tmp_path / setup.build_portable_wheel(str(tmp_path))
     pip = [sys.executable, "-m", "pip", "install", "-q", "--disable-pip-version-check", "--no-deps", "--no-index"]
@@ -362,8 +367,8 @@ def test_the_wheel_is_installed_and_run(tmp_path: Path) -> None:
     assert (tmp_path / "plain" / "config.json").exists()
 
 
-def test_chunks_that_no_writer_makes(tmp_path: Path) -> None:
-    """Both readers refuse tile sizes that X16 does not use, even in chunks of one symbol, and transforms of another
+def test_unknown_tile_sizes_and_transforms(tmp_path: Path) -> None:
+    """Both readers refuse tile sizes that X16 does not use, even in chunks with one symbol, and transforms of another
     dtype. The error names tensor and chunk."""
     path = tmp_path / "m.safetensors"
     codes = {"BF16": 15, "F64": 20, "I32": 16, "U16": 13}
@@ -391,9 +396,9 @@ def test_chunks_that_no_writer_makes(tmp_path: Path) -> None:
         assert (caught.value.tensor, caught.value.chunk) == ("a", 0)
 
 
-def test_frames_that_say_something_else(tmp_path: Path) -> None:
+def test_malformed_zstandard_frames(tmp_path: Path) -> None:
     """Both readers accept a Zstandard frame that states the plane's size. They refuse a frame with another size or
-    none, a dictionary, a reserved bit, a window larger than a chunk, or data after the frame."""
+    without a size, with a dictionary, a reserved bit, a window larger than a chunk, or data after it."""
     zstandard = pytest.importorskip("zstandard")
     path, plane = tmp_path / "m.safetensors", b"abcdefgh" * 8192
     values = np.random.default_rng(1).normal(128, 20, len(plane)).astype(np.uint8)
@@ -434,7 +439,7 @@ def test_frames_that_say_something_else(tmp_path: Path) -> None:
 
 
 def test_torch_and_folders(tmp_path: Path) -> None:
-    """The portable reader returns torch tensors and reads folders. A name in two files and URIs are refused."""
+    """The portable reader returns torch tensors and reads folders. It refuses URIs, and a name that is in two files."""
     torch = pytest.importorskip("torch")
     tensors = {"a": torch.randn(70, 3).bfloat16(), "b": torch.randn(5).to(torch.float8_e4m3fn), "c": torch.tensor(True)}
     ow.save_file(tensors, tmp_path / "1.safetensors")
@@ -455,9 +460,9 @@ def test_torch_and_folders(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_decompress_takes_what_the_engine_takes(tmp_path: Path) -> None:
-    """The portable decompress takes files, lists and file:// URIs, with the engine's tensors and report. It replaces a
-    file only with overwrite=True."""
+def test_decompress_accepts_the_same_sources_as_the_engine(tmp_path: Path) -> None:
+    """The portable decompress accepts files, lists and file:// URIs, and gives the engine's tensors and report. It
+    replaces a file only with overwrite=True."""
     sources = [tmp_path / "a.safetensors", tmp_path / "b c.safetensors"]
     for number, path in enumerate(sources):
         ow.save_file({f"t{number}": np.full(9999, number, "f4")}, path)

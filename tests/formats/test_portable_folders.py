@@ -1,4 +1,4 @@
-"""Compares how the engine and the portable reader read folders, and what `decompress` writes."""
+"""Compares how the engine and the portable reader read folders, and which files `decompress` writes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _index(folder: Path, **files: str) -> None:
 
 _SHARD = "model-0000{}-of-00002.safetensors"
 _ONE, _TWO = _SHARD.format(1), _SHARD.format(2)
-# Folders by their contents: (file, its tensors), an index, or the name and text of another file.
+# Folders by their contents: (file, names of its tensors), an index, or the name and text of another file.
 FOLDERS: dict[str, list[Any]] = {
     "a file": [("model.safetensors", "a", "b")],
     "shards without an index": [(_ONE, "a"), (_TWO, "b")],
@@ -45,7 +45,7 @@ FOLDERS: dict[str, list[Any]] = {
     "an index that lists nothing": [("model.safetensors", "a"), {}],
     "an index that leads out": [("model.safetensors", "a"), {"a": "../model/model.safetensors"}],
     "an index of numbers": [("model.safetensors", "a"), "model.safetensors.index.json", '{"weight_map":{"a":1}}'],
-    "an index that is none": [("model.safetensors", "a"), "model.safetensors.index.json", "[]"],
+    "an index that is a list": [("model.safetensors", "a"), "model.safetensors.index.json", "[]"],
     "an index with a name twice": [
         ("model.safetensors", "a"), "model.safetensors.index.json",
         '{"weight_map":{"a":"model.safetensors","a":"model.safetensors"}}',
@@ -59,7 +59,7 @@ FOLDERS: dict[str, list[Any]] = {
     "shards of a variant": [("model-00001-of-00001.fp16.safetensors", "a"), ("model.fp16-00001-of-00001.safetensors", "a")],
     "an index of a variant": [("model.fp16-00001-of-00001.safetensors", "a"), "model.safetensors.index.fp16.json",
                               '{"weight_map":{"a":"model.fp16-00001-of-00001.safetensors"}}'],
-    "a dot that means nothing": [("my.model.safetensors", "a"), ("my.other.safetensors", "b")],
+    "names with other dots": [("my.model.safetensors", "a"), ("my.other.safetensors", "b")],
     "a file and shards": [("model.safetensors", "a"), (_ONE, "b")],
     "consolidated": [("consolidated.safetensors", "c"), ("model.safetensors", "a")],
     "consolidated only": [("consolidated.safetensors", "c")],
@@ -75,9 +75,9 @@ FOLDERS: dict[str, list[Any]] = {
 
 
 @pytest.mark.parametrize("case", FOLDERS)
-def test_both_readers_take_the_same_files_of_a_folder(tmp_path: Path, case: str) -> None:
-    """Both readers load a folder by its index, or all its files without one. load_file and decompress of both refuse a
-    part of a model, or several models, with the same error class. inspect lists the loaded files."""
+def test_both_readers_read_the_same_files_of_a_folder(tmp_path: Path, case: str) -> None:
+    """Both readers load a folder by its index or, without an index, all its files. load_file and decompress of both
+    readers refuse a part of a model, or several models, with the same error class. inspect lists the loaded files."""
     folder, parts = tmp_path / "model", iter(FOLDERS[case])
     folder.mkdir()
     for part in parts:
@@ -112,7 +112,7 @@ def test_both_readers_take_the_same_files_of_a_folder(tmp_path: Path, case: str)
 
 
 def test_a_model_that_is_replaced_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If a new index is published while a folder is read, its files are opened again once. A second change raises an
+    """If a new index is published while a folder is read, the files are opened again once. A second change raises an
     error."""
     tensors = {f"t{n}": np.full(999, 10.0**n, "f4") for n in range(3)}
     ow.save_file(tensors, tmp_path / "model.safetensors", max_shard_size=4000)
@@ -134,9 +134,9 @@ def test_a_model_that_is_replaced_while_it_is_read(tmp_path: Path, monkeypatch: 
         read.load_file(tmp_path, framework="np")
 
 
-def test_what_is_written_is_on_the_disk_before_it_appears(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """decompress syncs a file before renaming it and the folder after that. It syncs all files and subfolders of a
-    folder first. A failed sync leaves the old file."""
+def test_files_are_synced_before_they_are_renamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """decompress syncs a file before it renames it, and its folder afterwards. For a folder, it syncs all files and
+    subfolders first. If a sync fails, the old file stays."""
     ow.save_file({"a": np.arange(999.0)}, tmp_path / "a.safetensors")
     (tmp_path / "m/below").mkdir(parents=True)
     for name in ("m/a.safetensors", "m/below/b.safetensors"):
@@ -169,9 +169,9 @@ def test_what_is_written_is_on_the_disk_before_it_appears(tmp_path: Path, monkey
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.safetensors", "b.safetensors", "m", "n"]
 
 
-def test_folders_below_are_decompressed_too(tmp_path: Path) -> None:
-    """decompress also writes plain files in subfolders, even if the top folder has no model. A part of a model in a
-    subfolder and a link to a folder are refused."""
+def test_subfolders_are_decompressed(tmp_path: Path) -> None:
+    """decompress also writes plain files for subfolders, even if the top folder has no model. It refuses a part of a
+    model in a subfolder, and a link to a folder."""
     for name in ("unet", "vae"):
         (tmp_path / "model" / name).mkdir(parents=True)
         _put(tmp_path / "model" / name, "model.safetensors", name)

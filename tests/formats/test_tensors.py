@@ -1,5 +1,5 @@
-"""Tests tensorizer's .tensors files in overwire's own functions. Each library reads what the other writes, and verify
-reports damage with the name of the file."""
+"""Tests tensorizer's .tensors files in overwire's functions. Each library reads the other's files, and verify reports
+damage with the name of the file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tensorizer.serialization import TensorType
 
 GOLDENS = Path(__file__).parents[1] / "goldens/tensorizer/2.12.1"
 
-try:  # the reference can only encrypt if the system has libsodium
+try:  # the reference encrypts only if the system has libsodium
     tensorizer.EncryptionParams.random()
     SODIUM = True
 except Exception:
@@ -57,7 +57,8 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def model(seed: int) -> dict[str, torch.Tensor]:
-    """Returns tensors of every dtype and of odd sizes, a scalar, and one that is larger than an encryption chunk."""
+    """Returns tensors of every dtype and of odd sizes, a scalar, and a tensor that is larger than an encryption
+    chunk."""
     gen = torch.Generator().manual_seed(seed)
     out = {}
     for i, dtype in enumerate(DTYPES):
@@ -76,7 +77,7 @@ def write(path: Path, tensors: object, encryption: object = None) -> None:
 
 
 @pytest.mark.parametrize("encrypted", [False, True])
-def test_reads_the_reference(tmp_path: Path, encrypted: bool) -> None:
+def test_overwire_reads_the_references_files(tmp_path: Path, encrypted: bool) -> None:
     """Every function reads plain and encrypted tensors of every dtype bit for bit."""
     if encrypted and not SODIUM:
         pytest.skip("the reference has no libsodium; the golden files are still read")
@@ -111,9 +112,9 @@ def test_reads_the_reference(tmp_path: Path, encrypted: bool) -> None:
 
 
 @pytest.mark.parametrize("options", [{"decryption_key": bytes(range(32))}, {"decryption_password": "the secret one"}])
-def test_a_key_for_what_is_not_encrypted(tmp_path: Path, options: dict[str, Any]) -> None:
-    """A key for an unencrypted file raises an error in every function, because the caller believes that the file is
-    encrypted. The error names the file and shows no secret."""
+def test_a_key_for_a_file_that_is_not_encrypted(tmp_path: Path, options: dict[str, Any]) -> None:
+    """If a file is not encrypted, a key for it raises an error in every function, because the caller believes that the
+    file is encrypted. The error names the file and shows no secret."""
     tensors = {"a": torch.ones(3)}
     plain, packed, open_ = (str(tmp_path / name) for name in ("plain.safetensors", "packed.safetensors", "open.tensors"))
     ow.save_file(tensors, plain, compress=False)
@@ -132,14 +133,14 @@ def test_a_key_for_what_is_not_encrypted(tmp_path: Path, options: dict[str, Any]
             lambda path=path: ow.inspect(path, storage_options=options),
             lambda path=path: ow.convert(path, tmp_path / "out.safetensors", storage_options=options),
         ):
-            ow.load_file(path)  # even with a cached index
+            ow.load_file(path)  # also when the index is cached
             with pytest.raises(ow.CryptographyError, match="not encrypted") as caught:
                 call()
             assert path in str(caught.value) and "secret one" not in str(caught.value) and "000102" not in str(caught.value)
     assert not (tmp_path / "out.safetensors").exists()
 
 
-def test_reads_goldens(tmp_path: Path) -> None:
+def test_encrypted_golden_files(tmp_path: Path) -> None:
     """Files that tensorizer 2.12.1 encrypted are read without libsodium."""
     for name, options in {"key": {"decryption_key": bytes(range(32))}, "password": {"decryption_password": b"test"}}.items():
         path = tmp_path / f"{name}.tensors"
@@ -151,7 +152,7 @@ def test_reads_goldens(tmp_path: Path) -> None:
         assert ow.verify(path, storage_options=options)["ok"]
 
 
-def test_versions_of_the_reference(tmp_path: Path) -> None:
+def test_format_versions_of_the_reference(tmp_path: Path) -> None:
     """Format versions 1, 2, 4 and 5, nested names and meta tensors are read."""
     a = torch.arange(6, dtype=torch.float32).reshape(2, 3)
     path = tmp_path / "x.tensors"
@@ -182,8 +183,8 @@ def test_versions_of_the_reference(tmp_path: Path) -> None:
     assert list(found) == ['\x1e["m",0]', '\x1e["m",1,"w"]', "h"] and same(found['\x1e["m",1,"w"]'], a + 1)
 
 
-def test_the_reference_reads_ours(tmp_path: Path) -> None:
-    """tensorizer verifies a file of 3,000 tensors from save_file. Its data is page-aligned."""
+def test_the_reference_reads_overwires_files(tmp_path: Path) -> None:
+    """tensorizer verifies a file with 3,000 tensors that save_file wrote. The file's data is page-aligned."""
     tensors = model(1) | {f"many.{i}": torch.full((3,), i) for i in range(3000)} | {"none": torch.zeros(0, 4)}
     path = tmp_path / "x.tensors"
     report = ow.save_file(tensors, path)
@@ -202,7 +203,7 @@ def test_the_reference_reads_ours(tmp_path: Path) -> None:
 
 
 def test_convert_both_ways(tmp_path: Path) -> None:
-    """.tensors files and plain and compressed safetensors files convert into each other without changing a byte."""
+    """Conversions between .tensors files and plain and compressed safetensors files do not change a byte."""
     tensors = model(2)
     first = tmp_path / "a.tensors"
     write(first, tensors)
@@ -217,7 +218,7 @@ def test_convert_both_ways(tmp_path: Path) -> None:
 
 
 def test_damage_is_named(tmp_path: Path) -> None:
-    """verify reports every flipped bit in records and data, with the name of the file. Truncated files are refused."""
+    """verify reports every flipped bit in records and data, and names the file. Truncated files are refused."""
     tensors = {"a": torch.arange(10), "b": torch.arange(6).bfloat16()}
     path = tmp_path / "x.tensors"
     ow.save_file(tensors, path)
@@ -241,8 +242,8 @@ def test_damage_is_named(tmp_path: Path) -> None:
             ow.load_file(path)
 
 
-def test_compressed_face_knows_the_file(tmp_path: Path) -> None:
-    """The command line takes .tensors files like other files."""
+def test_commands_accept_tensors_files(tmp_path: Path) -> None:
+    """The command line accepts .tensors files like other files."""
     from overwire._engine import cli
 
     path = tmp_path / "x.tensors"

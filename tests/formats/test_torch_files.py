@@ -1,4 +1,4 @@
-"""Tests that models saved by torch.save are compressed and converted without running any code in them."""
+"""Tests that models which torch.save wrote are compressed and converted without running code in them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Other(torch.Tensor):  # type: ignore[misc]
 
 
 def state() -> dict[str, Any]:
-    """Returns tensors of every kind that safetensors has, with views, ties, parameters, empty tensors and scalars."""
+    """Returns tensors of every dtype of safetensors, with views, ties, parameters, empty tensors and scalars."""
     w = torch.randn(64, 48)
     every = {
         str(dtype): torch.arange(24, dtype=torch.uint8).view(dtype)
@@ -65,9 +65,9 @@ def equal(got: dict[str, Any], want: dict[str, Any]) -> None:
         assert got[name].reshape(-1).view(torch.uint8).tolist() == whole.view(torch.uint8).tolist(), name
 
 
-def test_tensors_with_attributes_come_over_and_none_is_left_out(tmp_path: Path) -> None:
-    """Tensors of torch's own classes are converted, even with attributes. Bytes that belong to no tensor, or to a
-    tensor of another class, are refused."""
+def test_tensors_with_attributes_are_converted(tmp_path: Path) -> None:
+    """Tensors of torch's own classes are converted, even with attributes. Bytes that belong to no tensor or to a tensor
+    of another class are refused."""
     path, target = tmp_path / "a.bin", tmp_path / "a.safetensors"
     marked = torch.arange(3.0)
     marked.note = 1
@@ -106,7 +106,7 @@ def test_lazy_conjugates_and_negatives_are_refused(tmp_path: Path, bit: str) -> 
 
 
 @pytest.mark.parametrize("compress", [True, False])
-def test_every_tensor_comes_over(tmp_path: Path, compress: bool) -> None:
+def test_every_tensor_is_converted(tmp_path: Path, compress: bool) -> None:
     """A state dict becomes a file of the same tensors bit for bit, including strided ones and new dtypes."""
     want = state()
     torch.save(OrderedDict(want), tmp_path / "pytorch_model.bin")
@@ -116,7 +116,7 @@ def test_every_tensor_comes_over(tmp_path: Path, compress: bool) -> None:
 
 
 def test_a_training_checkpoint(tmp_path: Path) -> None:
-    """A checkpoint's tensors are named by their paths, its numbers become metadata, and objects of other classes are
+    """A checkpoint's tensors are named by their paths, and its numbers become metadata. Objects of other classes are
     reported but not created."""
     model = torch.nn.Linear(8, 4)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -167,8 +167,8 @@ def test_a_folder_from_the_command_line(tmp_path: Path) -> None:
     assert sorted(os.path.basename(path) for path in left) == [".hidden", "outside"]
 
 
-def test_nothing_is_run(tmp_path: Path) -> None:
-    """A pickle that would run a command is read without running it, and the call is reported."""
+def test_code_in_a_pickle_is_not_run(tmp_path: Path) -> None:
+    """If a pickle would run a command, it is read without running it, and the report lists the call."""
     torch.save({"w": torch.ones(3)}, tmp_path / "x.pt")
     ran = tmp_path / "ran"
 
@@ -190,7 +190,7 @@ def rewritten(path: Path, change: Any) -> None:
             new.writestr(name, change(name, data))
 
 
-def test_damage_and_lies_are_typed_errors(tmp_path: Path) -> None:
+def test_damage_and_false_sizes_raise_typed_errors(tmp_path: Path) -> None:
     """Truncated files, files of another kind, and tensors outside the stored data raise errors that name the file."""
     path = tmp_path / "x.pt"
     cases: list[tuple[type[Exception], str]] = []
@@ -232,8 +232,8 @@ def test_damage_and_lies_are_typed_errors(tmp_path: Path) -> None:
 
 
 def test_changed_bytes_are_refused(tmp_path: Path) -> None:
-    """A changed byte of the pickle or a storage is refused. torch.load accepts it, but the new file's checksums would
-    confirm it. Files without checksums are read."""
+    """A changed byte of the pickle or a storage is refused, although torch.load accepts it, because the new file would
+    get checksums of the changed bytes. Files without checksums are read."""
     path = tmp_path / "m.pt"
     torch.save({"weight": torch.arange(3000), "other": torch.ones(700).bfloat16()}, path)
     whole = path.read_bytes()
@@ -261,8 +261,8 @@ def test_changed_bytes_are_refused(tmp_path: Path) -> None:
 
 
 def test_entries_that_share_bytes_are_refused(tmp_path: Path) -> None:
-    """Storages with overlapping bytes are refused before their checksums are computed. A directory of 16 MiB could list
-    the same bytes a hundred thousand times."""
+    """Storages with overlapping bytes are refused before their checksums are computed, because a directory of 16 MiB
+    could list the same bytes a hundred thousand times."""
     path = tmp_path / "m.pt"
     torch.save({"a": torch.ones(300), "b": torch.ones(300)}, path)
     infos = {info.filename.rpartition("/")[2]: info for info in zipfile.ZipFile(path).infolist()}
@@ -298,9 +298,9 @@ def test_the_first_wrong_checksum_ends_the_others(tmp_path: Path, monkeypatch: p
     assert len(starts) < (40 << 20) // torchfiles._BLOCK
 
 
-def test_functions_that_read_models_take_torch_files(tmp_path: Path) -> None:
-    """load_file, safe_open, inspect, verify, diff and the commands read a torch.save file, or a folder of the shards
-    that its index lists."""
+def test_functions_that_read_models_accept_torch_files(tmp_path: Path) -> None:
+    """load_file, safe_open, inspect, verify, diff and the commands accept a torch.save file, or a folder with the
+    shards that its index lists."""
     weights = folder(tmp_path / "model")
     torch.save({"stale": torch.ones(9)}, tmp_path / "model/pytorch_model-00003-of-00003.bin")
     equal(ow.load_file(tmp_path / "model"), weights)
@@ -330,8 +330,8 @@ def test_functions_that_read_models_take_torch_files(tmp_path: Path) -> None:
 
 
 def test_verify_reports_the_checksums_and_the_size_of_the_file(tmp_path: Path) -> None:
-    """verify says "contents" for archives with checksums, which it compares, and "structure" for other files. It and
-    inspect state the size of the file itself."""
+    """verify compares the checksums of archives that have them and reports "contents". For other files it reports
+    "structure". verify and inspect state the size of the file itself."""
     numpy = pytest.importorskip("numpy")
     tensors = {"a": torch.ones(5000), "empty": torch.empty(0)}
     torch.save(tensors, tmp_path / "a.pt")
@@ -366,8 +366,9 @@ def test_the_format_before_torch_1_6(tmp_path: Path) -> None:
             call(tmp_path / "old.pt")
 
 
-def test_the_source_stays_as_it_is(tmp_path: Path) -> None:
-    """Converting a folder does not change it. An index of missing safetensors files is reported and not copied."""
+def test_conversion_does_not_change_the_source(tmp_path: Path) -> None:
+    """Converting a folder does not change it. An index of safetensors files that are missing is reported and not
+    copied."""
     source = tmp_path / "model"
     source.mkdir()
     torch.save({"w": torch.ones(3)}, source / "pytorch_model-00001-of-00001.bin")
@@ -380,7 +381,7 @@ def test_the_source_stays_as_it_is(tmp_path: Path) -> None:
     equal(ow.load_file(tmp_path / "out"), {"w": torch.ones(3)})
 
 
-def test_files_that_become_one(tmp_path: Path) -> None:
+def test_files_that_would_get_one_name(tmp_path: Path) -> None:
     """Two weight files that differ only in their extension are refused, because one would overwrite the other."""
     (tmp_path / "model").mkdir()
     for ending in ("pt", "pth"):
@@ -390,8 +391,8 @@ def test_files_that_become_one(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
-def test_a_number_that_stands_for_many(tmp_path: Path) -> None:
-    """An expanded tensor is converted, but one that would take far more memory than its file is refused."""
+def test_expanded_tensors(tmp_path: Path) -> None:
+    """An expanded tensor is converted. A tensor that would take far more memory than its file is refused."""
     torch.save({"row": torch.arange(3).expand(5, 3)}, tmp_path / "small.pt")
     ow.convert(tmp_path / "small.pt", tmp_path / "small.safetensors")
     equal(ow.load_file(tmp_path / "small.safetensors"), {"row": torch.arange(3).expand(5, 3)})
@@ -400,8 +401,8 @@ def test_a_number_that_stands_for_many(tmp_path: Path) -> None:
         ow.convert(tmp_path / "large.pt", tmp_path / "large.safetensors")
 
 
-def test_a_folder_that_another_conversion_sweeps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A temporary folder that another conversion removes before it is locked is created again."""
+def test_a_temporary_folder_that_another_conversion_removes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If another conversion removes a temporary folder before it is locked, the folder is created again."""
     torch.save({"w": torch.ones(3)}, tmp_path / "m.pt")
     made: list[str] = []
     original = torchfolders.tempfile.mkdtemp
@@ -451,8 +452,8 @@ def _dict(count: int, value: bytes) -> bytes:
     ],
     ids=["names", "texts", "lists", "classes", "tensors"],
 )
-def test_what_is_there_once_is_not_many_times_as_large(tmp_path: Path, pickled: bytes, error: type[Exception]) -> None:
-    """A pickle that refers to one key, value, class or tensor many times is refused before it is expanded."""
+def test_pickles_that_expand_are_refused(tmp_path: Path, pickled: bytes, error: type[Exception]) -> None:
+    """If a pickle refers to one key, value, class or tensor many times, it is refused before it is expanded."""
     path = _archive(tmp_path / "small.pt", pickled + b".", (("data/0", bytes(1 << 20)),))
     with pytest.raises(error, match=re.escape(str(path))):
         ow.convert(path, tmp_path / "x.safetensors")
@@ -460,8 +461,8 @@ def test_what_is_there_once_is_not_many_times_as_large(tmp_path: Path, pickled: 
 
 
 def test_values_and_names_that_no_file_can_have(tmp_path: Path) -> None:
-    """Integers of thousands of digits and lone surrogates are reported as values and refused as names. Names that a
-    tensor cannot have are refused with an error that names the file."""
+    """Integers with thousands of digits and lone surrogates are reported as values and refused as names. If a tensor
+    cannot have a name, the error names the file."""
     digits = b"\x8b" + (4000).to_bytes(4, "little") + b"\1" * 4000
     half = _text(b"\xed\xa0\x80")
     entry = (("data/0", b"abcd"),)
@@ -477,9 +478,9 @@ def test_values_and_names_that_no_file_can_have(tmp_path: Path) -> None:
         ow.convert(path, tmp_path / "n.safetensors")
 
 
-def test_archives_that_lie_about_their_directory(tmp_path: Path) -> None:
-    """An archive directory that claims a huge size in a sparse file is not read. A duplicate entry and an endlessly
-    nested shard index are refused."""
+def test_archives_with_false_directories(tmp_path: Path) -> None:
+    """If an archive's directory claims a huge size in a sparse file, it is not read. A duplicate entry and a shard
+    index with endless nesting are refused."""
     size, path = 1 << 40, tmp_path / "holes.pt"
     with open(path, "wb") as file:
         file.truncate(size)
@@ -501,8 +502,8 @@ def test_archives_that_lie_about_their_directory(tmp_path: Path) -> None:
         ow.convert(tmp_path / "model", tmp_path / "out/")
 
 
-def test_a_container_that_holds_itself(tmp_path: Path) -> None:
-    """A dict or list that contains itself is refused, because its names would have no end. One that occurs twice is
+def test_a_dict_or_list_that_contains_itself(tmp_path: Path) -> None:
+    """A dict or list that contains itself is refused, because its names would have no end. A dict that occurs twice is
     read."""
     twice = {"w": torch.ones(3)}
     loop: dict[str, Any] = {"w": torch.ones(3)}
@@ -516,9 +517,9 @@ def test_a_container_that_holds_itself(tmp_path: Path) -> None:
     assert not (tmp_path / "out.safetensors").exists()
 
 
-def test_a_file_that_is_cut_off_while_it_is_read(torch_script: Any, tmp_path: Path) -> None:
-    """If a file is truncated after its directory was read, the next read (of the pickle, a strided tensor or a plain
-    one) raises CorruptError instead of crashing."""
+def test_a_file_that_is_truncated_while_it_is_read(torch_script: Any, tmp_path: Path) -> None:
+    """If a file is truncated after its directory was read, reading the pickle, a strided tensor or a plain tensor
+    raises CorruptError and does not crash."""
     torch_script("""
 import os, torch, overwire as ow
 from overwire.bundles import torchfiles, torchfolders
@@ -552,8 +553,9 @@ def test_strided_tensors_in_small_reads(tmp_path: Path, monkeypatch: pytest.Monk
         equal(ow.load_file(tmp_path / "m.safetensors"), {name: tensor.contiguous() for name, tensor in want.items()})
 
 
-def test_a_file_that_is_not_opened_is_not_left_out(tmp_path: Path) -> None:
-    """A file that cannot be opened for lack of descriptors raises an error, because it may belong to the model."""
+def test_a_file_that_cannot_be_opened_is_not_left_out(tmp_path: Path) -> None:
+    """If a file cannot be opened for lack of descriptors, an error is raised, because the file may belong to the
+    model."""
     torch.save({"a": torch.arange(9)}, tmp_path / "pytorch_model.bin")
     assert torchfolders.is_torch_model(str(tmp_path / "pytorch_model.bin"))
     free = os.open(os.devnull, os.O_RDONLY)

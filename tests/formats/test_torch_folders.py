@@ -1,4 +1,4 @@
-"""Tests that no part of torch.save files and folders is silently left out, and that all readers agree."""
+"""Tests that no part of a torch.save file or folder is silently left out, and that all readers agree."""
 
 from __future__ import annotations
 
@@ -64,9 +64,9 @@ _DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("damage", _DAMAGES)
-def test_a_folder_leaves_out_no_file_of_weights(tmp_path: Path, damage: str) -> None:
-    """An unreadable weight file in a folder raises an error that names the file and its kind, before anything is
-    written or loaded. This holds for usual and other weight names, next to good files, and in a subfolder."""
+def test_an_unreadable_weight_file_in_a_folder(tmp_path: Path, damage: str) -> None:
+    """If a weight file in a folder cannot be read, an error names the file and its kind, before anything is written or
+    loaded. The file may have a usual or another name, and be next to good files or in a subfolder."""
     make, text = _DAMAGES[damage]
     for number, (good, bad) in enumerate([
         ("pytorch_model.bin", "pytorch_model_1.bin"), ("consolidated.00.pth", "consolidated.01.pth"),
@@ -90,7 +90,7 @@ def test_a_folder_leaves_out_no_file_of_weights(tmp_path: Path, damage: str) -> 
 
 
 def test_a_directory_that_is_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a folder, an archive with too many entries raises an error instead of being left out."""
+    """If an archive in a folder has too many entries, an error is raised, and the file is not left out."""
     monkeypatch.setattr(zips, "_DIRECTORY", 100)
     (tmp_path / "model").mkdir()
     torch.save({"w": torch.ones(3)}, tmp_path / "model/pytorch_model.bin")
@@ -98,8 +98,8 @@ def test_a_directory_that_is_too_large(tmp_path: Path, monkeypatch: pytest.Monke
         ow.convert(tmp_path / "model", tmp_path / "out")
 
 
-def test_nothing_of_a_folder_goes_without_a_line(tmp_path: Path) -> None:
-    """Other libraries' weights and hidden folders are copied or reported. Files that are nested too deeply, or listed
+def test_every_other_file_is_copied_or_reported(tmp_path: Path) -> None:
+    """Weights of other libraries and hidden folders are copied or reported. Files that are nested too deeply, or listed
     but missing, raise an error."""
     source = tmp_path / "model"
     folder(source)
@@ -170,7 +170,7 @@ _OBJECTS: dict[str, Any] = {
 
 
 def _shards(folder: Path, **weights: str) -> Path:
-    """Writes two shards, and an index that lists the weights if any are given."""
+    """Writes two shards. If weights are given, also writes an index that lists them."""
     folder.mkdir(parents=True)
     for number, name in enumerate("ab", 1):
         torch.save({name: torch.full((9,), float(number))}, folder / f"pytorch_model-0000{number}-of-00002.bin")
@@ -180,8 +180,8 @@ def _shards(folder: Path, **weights: str) -> Path:
     return folder
 
 
-def test_a_part_of_a_model_is_never_the_whole(tmp_path: Path) -> None:
-    """load_file, verify and convert refuse an incomplete set of shards, an index that does not match its files, and
+def test_a_part_of_a_model_is_refused(tmp_path: Path) -> None:
+    """load_file, verify and convert refuse a set of shards with a gap, an index that does not match its files, and
     numbered parts with a gap, and name the files. If there is an index, it decides what belongs to the model."""
     lacking = _shards(tmp_path / "lacking")
     os.remove(lacking / "pytorch_model-00002-of-00002.bin")
@@ -217,9 +217,9 @@ def test_a_part_of_a_model_is_never_the_whole(tmp_path: Path) -> None:
         ow.load_file(gap)
 
 
-def test_each_folder_of_a_pipeline_is_read_by_its_files(tmp_path: Path) -> None:
+def test_pipelines_with_both_kinds_of_files(tmp_path: Path) -> None:
     """A pipeline with a torch.save component and a safetensors component is converted as a whole. A damaged component
-    raises an error, and hidden files are ignored."""
+    raises an error. Hidden files are ignored."""
     source = tmp_path / "pipeline"
     for name in ("unet", "vae"):
         (source / name).mkdir(parents=True)
@@ -247,7 +247,7 @@ def test_each_folder_of_a_pipeline_is_read_by_its_files(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_cannot_be_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A disk error while listing a folder is raised, not taken for a folder without weights."""
+    """A disk error while a folder is listed is raised. The folder does not count as a folder without weights."""
     torch.save({"u": torch.ones(3)}, tmp_path / "model.pt")
 
     def fail(path: object) -> list[str]:
@@ -260,7 +260,7 @@ def test_a_folder_that_cannot_be_listed(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
-def test_objects_beside_the_weights(tmp_path: Path, protocol: int) -> None:
+def test_objects_next_to_the_weights(tmp_path: Path, protocol: int) -> None:
     """Tensors next to dates, time zones, bytes, default dicts and other objects are converted in every pickle protocol.
     Plain data becomes metadata, other objects are reported, and nothing is created or called."""
     tensors = defaultdict(folder, w=torch.ones(3))
@@ -279,7 +279,7 @@ def test_objects_beside_the_weights(tmp_path: Path, protocol: int) -> None:
 
 
 def test_tensors_under_keys_that_are_not_names(tmp_path: Path) -> None:
-    """Tensors under keys that are not names are refused, not left out."""
+    """Tensors whose keys cannot be names are refused and not left out."""
     torch.save({datetime.date(2024, 1, 2): torch.ones(3), "w": torch.ones(2)}, tmp_path / "m.pt")
     with pytest.raises(ow.NotSupportedError, match=r"m\.pt: 1 tensors are inside objects"):
         ow.convert(tmp_path / "m.pt", tmp_path / "m.safetensors")
@@ -299,7 +299,7 @@ def test_tensors_of_other_classes_are_not_left_out(tmp_path: Path) -> None:
                 call(tmp_path / "m.pt")
 
 
-def test_values_of_one_name(tmp_path: Path) -> None:
+def test_several_values_with_one_name(tmp_path: Path) -> None:
     """If several keys give the same name, the first value is kept and the others are reported."""
     torch.save({"w": torch.ones(2), "a.b": 1, "a": {"b": 2}, 7: "x", "7": "y"}, tmp_path / "m.pt")
     report = ow.convert(tmp_path / "m.pt", tmp_path / "m.safetensors")
@@ -310,9 +310,9 @@ def test_values_of_one_name(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-def test_one_storage_is_of_one_type_and_length(tmp_path: Path) -> None:
-    """A storage that is used with two dtypes is refused, because torch uses the first for both. So is one with more or
-    fewer elements than its entry."""
+def test_a_storage_with_two_dtypes_or_lengths_is_refused(tmp_path: Path) -> None:
+    """If a storage is used with two dtypes, it is refused, because torch uses the first dtype for both. A storage with
+    more or fewer elements than its entry is also refused."""
     integer = (
         b"ctorch._utils\n_rebuild_tensor_v2\n((" + _text(b"storage") + b"ctorch\nIntStorage\n" + _text(b"0")
         + _text(b"cpu") + b"K\1tQK\0K\1\x85K\1\x85\x89NtR"
@@ -335,16 +335,16 @@ def test_one_storage_is_of_one_type_and_length(tmp_path: Path) -> None:
 
 
 def test_views_without_elements(tmp_path: Path) -> None:
-    """Empty views are converted with any offset."""
+    """Empty views are converted, whatever their offset."""
     want = {"rows": torch.empty(3, 0)[1::2], "end": torch.ones(4)[4:], "w": torch.ones(2)}
     torch.save(want, tmp_path / "m.pt")
     ow.convert(tmp_path / "m.pt", tmp_path / "m.safetensors")
     equal(ow.load_file(tmp_path / "m.safetensors"), want)
 
 
-def test_pairs_of_float4(tmp_path: Path) -> None:
-    """float4 tensors without dimensions are refused by name, because safetensors cannot store them. Transposed ones of
-    any size are converted, from a file and from memory."""
+def test_float4_tensors(tmp_path: Path) -> None:
+    """A float4 tensor without dimensions is refused by name, because safetensors cannot store it. Transposed float4
+    tensors of any size are converted, from a file and from memory."""
     target = tmp_path / "m.safetensors"
     pairs = torch.arange(257 * 257).to(torch.uint8).view(torch.float4_e2m1fn_x2)
     torch.save({"x": pairs[:1].reshape(())}, tmp_path / "m.pt")
@@ -362,7 +362,7 @@ def test_pairs_of_float4(tmp_path: Path) -> None:
 
 
 def test_archives_that_were_packed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Deflated entries, which torch.load reads, are converted, contiguous or strided. Damaged entries, entries that
+    """Deflated entries, which torch.load can read, are converted, contiguous or strided. Damaged entries, entries that
     inflate too far, and other methods are refused, and no file is left."""
     want = state()
     path, target = tmp_path / "m.pt", tmp_path / "m.safetensors"

@@ -1,10 +1,10 @@
-"""Runs those tests/gpu/test_gpu_*.py files that do not need torch on a GPU, on a machine without a GPU.
+"""Runs the tests/gpu/test_gpu_*.py files that need no GPU of torch, on a machine without a GPU.
 
-Their engine uses the fake driver of gosrc/device/cuda and the host twins of the kernels.
+Their engine uses the fake driver of gosrc/device/cuda and the versions of the kernels that run on the CPU.
 
     python tests/gpu/fake_gpu.py [pytest's arguments]
 
-The engine is compiled into build/fake, next to links to the package's files. `make fakepy` calls this, with the
+The engine is compiled into build/fake, next to links to the package's files. `make fakepy` runs this program with the
 CGO_CXXFLAGS of Go's tests of the fake driver.
 """
 

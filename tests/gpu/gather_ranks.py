@@ -1,6 +1,6 @@
-"""Runs the ranks of tests/gpu/test_gpu_gather.py as forks of one process. The command line names a folder, the number
-of ranks, and the case: "mapped", "file" (blocks come from a compressed file), "host" (GPUs do not map each other's
-memory) or "killed" (rank 1 dies)."""
+"""Runs the ranks of tests/gpu/test_gpu_gather.py as forks of one process. The arguments are a folder, the number of
+ranks, and the case: "mapped", "file" (blocks come from a compressed file), "host" (GPUs do not map each other's memory)
+or "killed" (rank 1 dies)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from overwire.offloading.sharing import BlockGroup
 from overwire.offloading.source import Source
 from overwire.offloading.stored import HostMemory, SharedMemory, StoredBlock, encode_block
 
-# Seconds after which a rank counts as hanging, and the buffers of each rank.
+# A rank hangs if it runs for more seconds than HANGS. Each rank has BUFFERS buffers.
 HANGS, BUFFERS = 120, 3
 
 HOST = torch.device("cpu")
@@ -69,7 +69,7 @@ class Rank:
         self.group.fetch_part(self.memories[at], self.stream)
 
     def decode(self, at: int) -> None:
-        """Queues the decoding of the oldest block, which must have this number."""
+        """Queues the decoding of the oldest block, which must have the number `at`."""
         one = self.stored[at]
         out = gpu.alloc(one.nbytes, self.device, self.stream)
         source = self.group.take_block(self.memories[at], self.stream)
@@ -90,7 +90,7 @@ class Rank:
 def run_rank(folder: Path, rank: int, ranks: int, case: str) -> None:
     signal.alarm(HANGS)
     torch.set_num_threads(1)
-    # torch does not see the fake GPU, so that this test pins nothing.
+    # Nothing is pinned, because torch does not see the fake GPU.
     HostMemory.pin_range = lambda *_: None  # type: ignore[method-assign]
     grouping.exchange_setting = lambda: "none" if case == "host" else "auto"
     store = dist.FileStore(str(folder / f"store-{ranks}-{case}"), ranks)
@@ -116,7 +116,7 @@ def run_rank(folder: Path, rank: int, ranks: int, case: str) -> None:
     else:
         assert case != "killed"
     one.compare()
-    for memory, kept in zip(one.memories, one.stored, strict=True):  # all parts are there, also those of a dead rank
+    for memory, kept in zip(one.memories, one.stored, strict=True):  # parts of a dead rank also stay in memory
         decoded = torch.empty(kept.nbytes, dtype=torch.uint8)
         ow.offloading.stored.decode_on_host(kept, range(2), decoded)
         assert kept.is_in(decoded) and memory.nbytes

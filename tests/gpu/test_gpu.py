@@ -1,4 +1,4 @@
-"""Tests on a real GPU that every kind of load gives the same bytes as on the CPU.
+"""Tests on a real GPU that every kind of load gives the same bytes as a load to the CPU.
 
 The same code is tested without a GPU through the kernels' host twins and the fake driver (`go test -tags owfake
 ./gosrc/device/cuda`).
@@ -42,7 +42,7 @@ def run(*argv: str) -> None:
     subprocess.run([sys.executable, "-m", "overwire", *argv], check=True, capture_output=True)
 
 
-# One worker runs all tests of a kind, so that its files are made once.
+# One worker runs all tests of a kind, so that the files of the kind are made only once.
 @pytest.fixture(scope="module", params=[pytest.param(kind, marks=pytest.mark.xdist_group(kind)) for kind in KINDS])
 def model(request, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp(request.param)
@@ -67,7 +67,7 @@ def test_same_bytes_as_on_the_cpu(model: Path, file: str) -> None:
 
 @pytest.mark.parametrize("file", ["plain.safetensors", "packed.safetensors"])
 def test_tensors_that_load_in_the_background(model: Path, file: str) -> None:
-    """The drop-in's `prefetch` loads whole tensors and rows to a GPU from a file that is open on the CPU."""
+    """The drop-in's `prefetch` loads whole tensors and rows to a GPU, from a file that is open on the CPU."""
     import overwire.compat.safetensors as drop_in
 
     want = ow.load_file(model / file)
@@ -86,7 +86,7 @@ def test_tensors_that_load_in_the_background(model: Path, file: str) -> None:
 
 
 def test_a_loop_that_changes_its_stream(model: Path) -> None:
-    """Tensors that were read ahead for one torch stream are not returned to a program that uses another stream."""
+    """If tensors were read ahead for one torch stream, a program that uses another stream still gets right tensors."""
     want = ow.load_file(model / "packed.safetensors")
     side = torch.cuda.Stream()
     got = {}
@@ -103,7 +103,7 @@ CASTS = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.floa
 
 
 @pytest.mark.parametrize("dtype", CASTS, ids=str)
-def test_cast_while_landing_is_torchs(model: Path, dtype: torch.dtype) -> None:
+def test_casts_during_a_load_equal_torchs(model: Path, dtype: torch.dtype) -> None:
     for file in ("plain.safetensors", "packed.safetensors"):
         stored = ow.load_file(model / file)
         cast = {name for name, tensor in stored.items() if SAVED.get(tensor.dtype) in FLOATS}
@@ -156,7 +156,7 @@ torch.cuda.synchronize()
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_load_model_lands_in_place(tmp_path: Path) -> None:
+def test_load_model_fills_the_memory_of_the_model(tmp_path: Path) -> None:
     torch.manual_seed(2)
     one, two = torch.nn.Linear(512, 512).cuda(), torch.nn.Linear(512, 512).cuda()
     ow.save_model(one, tmp_path / "m")
@@ -174,7 +174,7 @@ def comes_true(true: Callable[[], bool]) -> None:
 
 
 @pytest.mark.whole_gpu
-def test_thousand_loads_give_everything_back(tmp_path: Path) -> None:
+def test_a_thousand_loads_free_their_memory(tmp_path: Path) -> None:
     ow.save_file({"a": torch.randn(1 << 16).bfloat16(), "b": torch.arange(100)}, tmp_path / "m")
 
     def used() -> int:
@@ -188,7 +188,7 @@ def test_thousand_loads_give_everything_back(tmp_path: Path) -> None:
     for _ in range(1000):
         ow.load_file(tmp_path / "m", device="cuda")
     comes_true(lambda: used() <= before + (8 << 20))
-    # Many small tensors, first fewer and then more than the engine caches for the next load.
+    # Many small tensors: first fewer than the engine caches for the next load, then more.
     for name, count in (("few", 40), ("many", 300)):
         ow.save_file({f"s{i}": torch.zeros(900_000, dtype=torch.uint8) for i in range(count)}, tmp_path / name, compress=True)
 
@@ -206,7 +206,7 @@ def test_thousand_loads_give_everything_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.whole_gpu
-def test_out_of_memory_says_how_much_and_gives_everything_back(tmp_path: Path) -> None:
+def test_out_of_memory_errors_give_the_size_and_memory_is_freed(tmp_path: Path) -> None:
     big = {"big": torch.zeros(64 << 20, dtype=torch.uint8)}
     small = {f"s{i}": torch.zeros(900_000, dtype=torch.uint8) for i in range(80)}
     ow.save_file(big, tmp_path / "big")
@@ -246,10 +246,10 @@ def test_empty_cache(tmp_path: Path) -> None:
     equal(ow.load_file(tmp_path / "m", device="cuda"), ow.load_file(tmp_path / "m"))
 
 
-def test_tensors_share_the_memory_that_the_driver_is_asked_for(torch_script: Callable, tmp_path: Path) -> None:
-    """A first load asks the driver for memory in a few groups of tensors, and later loads ask for almost none. Each
-    tensor has its own storage, and torch frees everything once all are dropped. Memory that torch has cached is
-    used."""
+def test_a_load_requests_memory_in_few_blocks(torch_script: Callable, tmp_path: Path) -> None:
+    """A first load requests memory from the driver in a few groups of tensors. Later loads request almost none. Each
+    tensor has its own storage, and torch frees all memory after all tensors are dropped. Memory that torch has cached
+    is used."""
     sizes = [20, 34, 50, 8] * 10
     tensors = {f"t{i:02}": torch.full((n << 20,), i, dtype=torch.uint8) for i, n in enumerate(sizes)}
     ow.save_file(tensors, tmp_path / "m")
@@ -303,7 +303,7 @@ def used_host() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
-def test_saving_from_the_gpu_gives_the_file_of_the_host(tmp_path: Path) -> None:
+def test_saving_from_the_gpu_writes_the_same_file_as_from_the_cpu(tmp_path: Path) -> None:
     torch.manual_seed(4)
     host = {"a": torch.randn(3000, 1000).bfloat16(), "b": torch.arange(7), "e": torch.empty(0, 2), "t": torch.randn(500, 30).t()}
     host["tied"] = host["a"]
@@ -322,7 +322,7 @@ def test_saving_from_the_gpu_gives_the_file_of_the_host(tmp_path: Path) -> None:
     equal(ow.load_file(tmp_path / "big", device="cuda"), {name: big[name] for name in sorted(big)})
 
 
-def test_bundles_come_back_to_where_they_were(tmp_path: Path) -> None:
+def test_bundles_load_to_the_devices_they_were_saved_from(tmp_path: Path) -> None:
     torch.manual_seed(6)
     import numpy
 
@@ -354,7 +354,7 @@ def test_bundles_come_back_to_where_they_were(tmp_path: Path) -> None:
     assert not next(ow.load_compressed(tmp_path / "y.pth").parameters()).is_cuda
 
 
-def test_load_model_finds_where_its_tensors_are(tmp_path: Path) -> None:
+def test_load_model_loads_to_the_device_of_each_tensor(tmp_path: Path) -> None:
     torch.manual_seed(8)
     one = torch.nn.Sequential(torch.nn.Linear(512, 600), torch.nn.Linear(600, 512))
     ow.save_model(one, tmp_path / "m")
@@ -374,7 +374,7 @@ def test_load_model_finds_where_its_tensors_are(tmp_path: Path) -> None:
         assert torch.equal(a, b.cpu())
 
 
-def test_preload_to_the_host_goes_on_to_the_gpu(tmp_path: Path) -> None:
+def test_a_preload_to_the_host_is_loaded_to_the_gpu(tmp_path: Path) -> None:
     ow.save_file({"a": torch.randn(1 << 20).bfloat16(), "b": torch.arange(5)}, tmp_path / "m")
     want = ow.load_file(tmp_path / "m")
     for verb in (ow.load_file, lambda path, device: dict(ow.stream(path, device=device))):
@@ -405,7 +405,7 @@ def test_threads_load_to_every_gpu_at_once(tmp_path: Path) -> None:
 
 
 def test_tensors_files(tmp_path: Path) -> None:
-    """.tensors files load with equal tensors in tensorizer's class and in ours."""
+    """tensorizer's class and overwire load equal tensors from .tensors files."""
     from overwire.compat import tensorizer
 
     torch.manual_seed(2)
@@ -427,9 +427,9 @@ def test_tensors_files(tmp_path: Path) -> None:
                 )
 
 
-def test_gds_reads_the_same_or_says_why_not(model: Path) -> None:
-    """read="gds" gives the same bytes with real GPUDirect Storage. Elsewhere the load goes through the CPU, and one log
-    line says why."""
+def test_gds_reads_the_same_bytes_or_logs_a_reason(model: Path) -> None:
+    """read="gds" gives the same bytes if GPUDirect Storage works. Otherwise the load reads through host memory, and one
+    log line gives the reason."""
     code = f"""
 import logging, sys
 logging.basicConfig(format="%(name)s %(message)s", stream=sys.stderr)
@@ -464,8 +464,8 @@ MIXED = SMALL | {f"l{i}": torch.full((5 << 20,), i, dtype=torch.uint8) for i in 
 
 
 def captured(during: Callable[[int], None]) -> None:
-    """Captures a graph in torch's default mode in 100 steps, calls `during` in each, and compares the replay with the
-    same work done directly."""
+    """Captures a graph of 100 steps in torch's default mode and calls `during` in each step. Compares the replay with
+    the same work outside a graph."""
     a = torch.randn(256, 256, device="cuda")
     warm = torch.cuda.Stream()
     warm.wait_stream(torch.cuda.current_stream())
@@ -484,7 +484,7 @@ def captured(during: Callable[[int], None]) -> None:
 
 
 @pytest.mark.parametrize("where", ["this thread", "another"])
-def test_tensors_may_die_while_a_graph_is_captured(tmp_path: Path, where: str) -> None:
+def test_tensors_can_be_freed_while_a_graph_is_captured(tmp_path: Path, where: str) -> None:
     ow.save_file(SMALL, tmp_path / "m")
     want = ow.load_file(tmp_path / "m")
     ow.preload(tmp_path / "m", device="cuda").wait()
@@ -501,7 +501,7 @@ def test_tensors_may_die_while_a_graph_is_captured(tmp_path: Path, where: str) -
 
     captured(drop)
     assert not held
-    captured(lambda step: None)  # right after tensors were freed
+    captured(lambda step: None)  # another capture right after tensors were freed
     equal(ow.load_file(tmp_path / "m", device="cuda"), want)
 
 
@@ -541,7 +541,7 @@ def test_loads_run_while_another_thread_captures(tmp_path: Path) -> None:
         equal({name: loaded[name] for name in want}, want)
 
 
-def test_a_load_on_a_captured_stream_is_refused_and_harms_nothing(tmp_path: Path) -> None:
+def test_a_load_on_a_capturing_stream_is_refused(tmp_path: Path) -> None:
     ow.save_file(MIXED, tmp_path / "m")
     kept = ow.load_file(tmp_path / "m", device="cuda")
 
@@ -560,7 +560,7 @@ def test_a_load_on_a_captured_stream_is_refused_and_harms_nothing(tmp_path: Path
 
 
 @pytest.mark.parametrize("size", ["small", "mixed", "more than is kept"])
-def test_a_load_does_not_wait_for_work_of_others(tmp_path: Path, size: str) -> None:
+def test_a_load_does_not_wait_for_work_on_other_streams(tmp_path: Path, size: str) -> None:
     more = {f"s{i}": torch.full((900_000,), i % 256, dtype=torch.uint8) for i in range(300)}
     ow.save_file({"small": SMALL, "mixed": MIXED, "more than is kept": more}[size], tmp_path / "m")
     want = ow.load_file(tmp_path / "m")

@@ -33,7 +33,7 @@ needs_torch = pytest.mark.skipif(not REAL, reason="torch has no GPU")
 
 
 def content(size: int, seed: int = 5) -> bytes:
-    """Returns words with repeating second halves, as in weights."""
+    """Returns 2-byte words. The second byte has only four values, similar to the exponents of weights."""
     r = random.Random(seed)
     piece = bytearray(r.randbytes(min(size, 70_000)))
     for i in range(1, len(piece), 2):
@@ -58,7 +58,7 @@ def back(array: Any) -> bytes:
     return bytes(host)
 
 
-def test_backends_say_where() -> None:
+def test_backends_name_the_device() -> None:
     found = nvcomp.backends()
     assert set(gpu.algorithms()) >= {"X16", "LZ4", "Snappy"}
     for name in NAMES:
@@ -67,8 +67,8 @@ def test_backends_say_where() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("kind", KINDS, ids=[k.name for k in KINDS])
-def test_device_in_device_out(name: str, kind: Any, contents: dict[int, bytes]) -> None:
-    """Every algorithm, bitstream and length round-trips and equals the CPU decoder's result."""
+def test_device_memory_round_trips(name: str, kind: Any, contents: dict[int, bytes]) -> None:
+    """Data of every length round-trips with every algorithm and bitstream, and equals the CPU decoder's result."""
     codec = nvcomp.Codec(algorithm=name, bitstream_kind=kind, uncomp_chunk_size=65536)
     bitstream = codecs.BITSTREAMS[int(kind)]
     plain = list(contents.values())
@@ -83,7 +83,7 @@ def test_device_in_device_out(name: str, kind: Any, contents: dict[int, bytes]) 
         assert d.buffer_kind is nvcomp.ArrayBufferKind.STRIDED_DEVICE and d.buffer_size == len(p) and back(d) == p, len(
             p
         )
-    # From CPU memory, one at a time, with sizes from a config.
+    # Streams in CPU memory, decoded one at a time, with sizes from a config.
     for p, e in zip(plain, encoded, strict=True):
         stored = back(e)
         if p:
@@ -93,7 +93,7 @@ def test_device_in_device_out(name: str, kind: Any, contents: dict[int, bytes]) 
         assert codec.get_uncomp_buffer_size(e) == len(p)
 
 
-def test_a_stream_says_what_it_is(contents: dict[int, bytes]) -> None:
+def test_a_decoder_finds_the_algorithm_of_a_stream(contents: dict[int, bytes]) -> None:
     decoder = nvcomp.Codec()
     for name in NAMES:
         e = nvcomp.Codec(algorithm=name).encode(there(contents[65537]))
@@ -101,7 +101,7 @@ def test_a_stream_says_what_it_is(contents: dict[int, bytes]) -> None:
 
 
 @pytest.mark.parametrize("name", ["X16", "LZ4", "Snappy"])
-def test_config_waits_for_nothing(name: str, contents: dict[int, bytes]) -> None:
+def test_decoding_with_a_config_does_not_wait(name: str, contents: dict[int, bytes]) -> None:
     """With a config, decoding never waits for the device."""
     codec = nvcomp.Codec(algorithm=name)
     plain = [contents[65536], contents[65537]]
@@ -126,7 +126,7 @@ def test_config_waits_for_nothing(name: str, contents: dict[int, bytes]) -> None
     assert [back(m) for m in made] == plain
 
 
-def test_wrong_lengths_are_told_and_nothing_is_overrun(contents: dict[int, bytes]) -> None:
+def test_a_wrong_length_raises_and_nothing_is_written_past_the_output(contents: dict[int, bytes]) -> None:
     codec = nvcomp.Codec(algorithm="X16")
     e = codec.encode(there(contents[65537]))
     config = codec.decompression_config(codec.compression_config(65536))
@@ -147,7 +147,7 @@ def _strictly(e: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["X16", "LZ4", "Snappy"])
-def test_damage_is_an_error_of_its_own_buffer(name: str, contents: dict[int, bytes]) -> None:
+def test_only_the_damaged_buffer_raises(name: str, contents: dict[int, bytes]) -> None:
     codec = nvcomp.Codec(algorithm=name, uncomp_chunk_size=16384)
     plain = contents[65537]
     good = back(codec.encode(there(plain)))
@@ -187,8 +187,8 @@ def test_out_and_capacity(contents: dict[int, bytes]) -> None:
         assert back(codec.decode(e, out=ours)) == contents[65536]
 
 
-def test_encoding_there_is_the_hosts(contents: dict[int, bytes]) -> None:
-    """X16 of a known type is encoded as on the CPU, even into the caller's memory."""
+def test_encoding_on_the_gpu_gives_the_bytes_of_the_cpu(contents: dict[int, bytes]) -> None:
+    """X16 streams of a known type have the same bytes as from the CPU, even in the caller's memory."""
     for kind, bitstream in zip(KINDS, codecs.BITSTREAMS, strict=True):
         codec = nvcomp.Codec(algorithm="X16", data_type="bfloat16", bitstream_kind=kind, uncomp_chunk_size=16384)
         for size in (0, 7, 65536, 65537):
@@ -363,7 +363,7 @@ def test_torch_tensors(dtype: str) -> None:
 
 
 @needs_torch
-def test_torchs_current_stream_is_followed() -> None:
+def test_torchs_current_stream_is_used() -> None:
     plain = torch.frombuffer(bytearray(content(1 << 20)), dtype=torch.uint8).cuda()
     codec = nvcomp.Codec(algorithm="X16")
     e = codec.encode(plain)
@@ -383,7 +383,7 @@ def test_torchs_current_stream_is_followed() -> None:
 
 @needs_torch
 @pytest.mark.whole_gpu
-def test_no_growth_over_a_thousand_decodes() -> None:
+def test_a_thousand_decodes_use_no_more_memory() -> None:
     plain = content(100_000)
     codec = nvcomp.Codec(algorithm="X16")
     e = codec.encode(there(plain))
@@ -437,8 +437,8 @@ def test_outputs_that_overlap_are_refused(name: str) -> None:
         assert back(made[0]) == back(made[1]) == back(work(src))
 
 
-def test_overlaps_are_refused_underneath() -> None:
-    """gpu.decode, gpu.encode and gpu.copy themselves refuse overlaps."""
+def test_gpu_functions_refuse_overlaps() -> None:
+    """gpu.decode, gpu.encode and gpu.copy refuse overlapping memory."""
     plain = content(4096)
     stored = codecs.encode(plain, "X16", bitstream="native")
     room = gpu.alloc(1 << 16, 0)
@@ -462,7 +462,7 @@ def test_overlaps_are_refused_underneath() -> None:
 
 
 def test_stored_chunks_of_a_file_decode_on_the_gpu(tmp_path: Path) -> None:
-    """Streams of a compressed file's chunks are loaded to the GPU, which decodes them to the tensors."""
+    """Stored chunks of a compressed file are loaded to the GPU, which decodes them to the tensors."""
     tensors = {"a": torch.randn(700, 1001).bfloat16(), "b": torch.randn(3, 5).half(), "c": torch.tensor(0.5)}
     save_file(tensors, tmp_path / "m.safetensors", compress=True)
     model = Model(tmp_path / "m.safetensors")

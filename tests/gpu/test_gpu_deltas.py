@@ -41,7 +41,7 @@ def downloaded(memory: gpu.Memory) -> Any:
 
 
 def pair(seed: int, share: float) -> tuple[Any, Any]:
-    """Returns bytes in which a share has changed, and the original bytes."""
+    """Returns bytes in which a share was changed, and the original bytes."""
     rng = np.random.default_rng(seed)
     base = rng.integers(0, 256, 600_000, np.uint8)
     new = base.copy()
@@ -61,7 +61,7 @@ def applied(places: list[gpu.Memory], delta: ow.Delta, request: Any) -> Any:
 
 
 def test_memory_of_a_gpu(seed: int, tmp_path: Path) -> None:
-    """The GPU writes the same file as the CPU and applies it in place. A wrong base is refused and not changed."""
+    """The GPU writes the same delta as the CPU and applies it in place. A wrong base is refused and not changed."""
     for step, share in enumerate((0.005, 0.3)):
         new, base = pair(seed + step, share)
         dtypes = {"BF16": np.uint16, "F32": np.uint32, "I8": np.int8, "F64": np.uint64}
@@ -89,7 +89,7 @@ def test_memory_of_a_gpu(seed: int, tmp_path: Path) -> None:
 
 @needs_torch
 def test_tensors_of_torch(seed: int, tmp_path: Path) -> None:
-    """Tensors of every dtype, tied and strided, on each GPU and on several, give the same file as on the CPU."""
+    """Tensors of every dtype, tied and strided, on one or several GPUs, give the same delta as on the CPU."""
     from conftest import every_dtype
 
     generator = torch.Generator().manual_seed(seed)

@@ -31,7 +31,7 @@ def asked(stream: int, contiguous: int, numbers: list[int]) -> list[str]:
 
 
 def test_memory_of_a_gpu(seed: int) -> None:
-    """The engine's function gives the CPU's digests for any length and offset on the caller's stream."""
+    """The engine's function gives the CPU's digests for any length and offset, on the caller's stream."""
     data = random.Random(seed).randbytes(300_000)
     address, size, keep = buffer_of(data)
     memory = gpu.alloc(size, 0)
@@ -56,7 +56,7 @@ def test_memory_of_a_gpu(seed: int) -> None:
 
 @needs_torch
 def test_tensors_of_torch(seed: int) -> None:
-    """Tensors of every dtype and stride have the CPU's digest on each GPU."""
+    """Tensors of every dtype and stride have the same digest on each GPU as on the CPU."""
     from conftest import every_dtype
 
     generator = torch.Generator().manual_seed(seed)
@@ -82,14 +82,14 @@ def test_tensors_of_torch(seed: int) -> None:
 
 
 def _alike(tensor: Any, device: int) -> Any:
-    """Returns the same view of a copy of its storage on a GPU."""
+    """Returns the same view of a copy of the tensor's storage on a GPU."""
     storage = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage()).to(device)
     return storage.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
 @needs_torch
-def test_order_and_capture() -> None:
-    """A digest waits for work queued on the current stream. A stream that is being captured is refused."""
+def test_a_digest_waits_for_its_stream_and_refuses_a_capture() -> None:
+    """A digest waits for work that is queued on the current stream. It refuses a stream that is being captured."""
     side, x = torch.cuda.Stream(), torch.zeros(64 << 20, dtype=torch.uint8, device="cuda")
     torch.cuda.synchronize()
     for value in range(1, 6):
@@ -109,7 +109,7 @@ def test_order_and_capture() -> None:
 
 @needs_torch
 def test_a_model_on_a_gpu(tmp_path: Any) -> None:
-    """A model on a GPU is compared with its file, and a changed bit is detected."""
+    """verify compares a model on a GPU with its file and finds a changed bit."""
     model = torch.nn.Sequential(torch.nn.Linear(300, 200), torch.nn.Linear(200, 7)).bfloat16().cuda()
     ow.save_model(model, tmp_path / "m.safetensors")
     found = ow.verify(tmp_path / "m.safetensors", tensors=model)
@@ -120,8 +120,8 @@ def test_a_model_on_a_gpu(tmp_path: Any) -> None:
 
 
 def test_a_file_decoded_on_a_gpu(tmp_path: Any, seed: int) -> None:
-    """Tensors that a GPU decodes have the CPU's digests: compressed, plain, tied, empty and single-valued ones, and
-    only the requested names. Damage is detected."""
+    """Tensors that a GPU decodes have the same digests as on the CPU: compressed, plain, tied, empty and one-element
+    tensors. The GPU decodes only the requested tensors. Damage is detected."""
     made = torch.Generator().manual_seed(seed)
     tensors = {
         "big": torch.randn(900, 701, generator=made).bfloat16(),

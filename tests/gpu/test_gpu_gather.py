@@ -22,8 +22,8 @@ CASES = [(2, "mapped"), (4, "mapped"), (8, "mapped"), (2, "file"), (4, "file"), 
 
 @pytest.mark.parametrize(("ranks", "case"), CASES)
 def test_ranks_gather_parts(tmp_path: Path, ranks: int, case: str) -> None:
-    """Each rank decodes each block from the parts of all ranks, in a random order of steps. If a rank dies, the others
-    raise an error that names it, and still have all parts."""
+    """Each rank decodes each block from the parts of all ranks, in a random order of steps. If a rank dies, each other
+    rank raises an error that names the dead rank, and still has all parts."""
     done = warm.run([ROOT / "tests" / "gpu" / "gather_ranks.py", tmp_path, str(ranks), case], env=cleaned())
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("done") == ranks - (case == "killed")

@@ -28,7 +28,7 @@ MARK = b"\x01\x02\x03\x04\x06"
 
 
 class StandIn:
-    """Replaces nvCOMP if it is missing. It reads streams made by `marked`."""
+    """Replaces nvCOMP if it is not installed. It reads streams that `marked` made."""
 
     asked: list[dict[str, Any]] = []
     Array, CompressConfig = nvcomp.Array, nvcomp.CompressConfig
@@ -58,8 +58,8 @@ class StandIn:
 
 
 def marked(stream: bytes) -> bytes:
-    """Returns a stream that is not recognised as ours, by changing a native stream's head or putting a mark before
-    other streams."""
+    """Returns a stream that overwire does not recognise as its own. The head of a native stream is changed, and a mark
+    is put before other streams."""
     return MARK + stream[5:] if stream[:4] == b"OWBS" else MARK + b"+" + stream
 
 
@@ -76,7 +76,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> type[StandIn]:
     return StandIn
 
 
-def test_native_streams_of_nvcomps_are_handed_to_it(stand_in: Any, plain: bytes) -> None:
+def test_native_streams_of_nvcomp_are_passed_to_nvcomp(stand_in: Any, plain: bytes) -> None:
     """Only nvCOMP's native streams are passed to nvCOMP. A batch may contain both overwire's and nvCOMP's streams.
     Outputs, types and configs work."""
     ours = nvcomp.Codec(algorithm="LZ4").encode(there(plain))
@@ -109,8 +109,8 @@ def test_native_streams_of_nvcomps_are_handed_to_it(stand_in: Any, plain: bytes)
     assert stand_in.asked == []
 
 
-def test_options_of_reading_alone_are_handed_on(stand_in: Any) -> None:
-    """Only options that matter for reading are passed to nvCOMP, which refuses unknown options."""
+def test_only_options_for_reading_are_passed_to_nvcomp(stand_in: Any) -> None:
+    """Only options for reading are passed to nvCOMP, because nvCOMP refuses unknown options."""
     plain = bytes(range(256)) * 16
     policy = nvcomp.ChecksumPolicy.COMPUTE_AND_VERIFY_IF_PRESENT
     codec = nvcomp.Codec(
@@ -122,8 +122,9 @@ def test_options_of_reading_alone_are_handed_on(stand_in: Any) -> None:
 
 
 @pytest.mark.parametrize(("name", "kind"), [("Cascaded", 1), ("Cascaded", 2), ("LZ4", 2), ("Snappy", 2), ("Zstd", 2)])
-def test_blocks_that_are_refused_are_handed_to_nvcomp(name: str, kind: int, stand_in: Any, plain: bytes) -> None:
-    """Cascaded and length-prefixed streams do not identify their writer, so blocks that we refuse go to nvCOMP."""
+def test_blocks_that_overwire_refuses_are_passed_to_nvcomp(name: str, kind: int, stand_in: Any, plain: bytes) -> None:
+    """Cascaded and length-prefixed streams do not identify their writer. If overwire refuses such a block, nvCOMP gets
+    it."""
     codec = nvcomp.Codec(algorithm=name, bitstream_kind=nvcomp.BitstreamKind(kind), data_type="|u1")
     ours = back(codec.encode(there(plain)))
     bad = marked(ours)
@@ -143,8 +144,8 @@ def test_blocks_that_are_refused_are_handed_to_nvcomp(name: str, kind: int, stan
 @needs_torch
 @pytest.mark.parametrize("kind", KINDS[:2], ids=[k.name for k in KINDS[:2]])
 @pytest.mark.parametrize("name", ["ANS", "Bitcomp"])
-def test_delegated_to_nvcomp(name: str, kind: Any, plain: bytes) -> None:
-    """nvCOMP's results live as long as our Array of them, even if Codecs and other Arrays are dropped."""
+def test_results_of_nvcomp_outlive_codecs(name: str, kind: Any, plain: bytes) -> None:
+    """nvCOMP's result lives as long as overwire's Array of it, even if Codecs and other Arrays are dropped."""
     theirs = pytest.importorskip("nvidia.nvcomp")
     named = {"algorithm": name, "data_type": "|u1" if name == "ANS" else "<i4", "bitstream_kind": kind}
     data = plain
@@ -167,8 +168,9 @@ def test_delegated_to_nvcomp(name: str, kind: Any, plain: bytes) -> None:
 
 @needs_torch
 @pytest.mark.parametrize("name", ["LZ4", "Snappy", "Zstd", "Deflate", "GDeflate", "Cascaded"])
-def test_streams_that_nvcomp_wrote_are_read_through_it(name: str, plain: bytes) -> None:
-    """nvCOMP's native streams with checksums, and its sized ones, are read through nvCOMP. Damage raises an error."""
+def test_nvcomp_reads_the_streams_that_it_wrote(name: str, plain: bytes) -> None:
+    """nvCOMP's native streams with checksums and its length-prefixed streams are read by nvCOMP. Damage raises an
+    error."""
     theirs = pytest.importorskip("nvidia.nvcomp")
     if theirs is nvcomp:
         pytest.skip("nvidia.nvcomp is overwire's own module")

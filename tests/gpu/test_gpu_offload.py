@@ -1,4 +1,4 @@
-"""Tests that offload on a GPU gives the resident model's outputs, with poisoned slots, on streams and in threads."""
+"""Tests that an offloaded model on a GPU has the resident model's outputs, with poisoned slots, streams and threads."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 @pytest.fixture
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fills a slot with 0xff after its block has run, so that a wrong read shows."""
+    """Fills a slot with 0xff after its block has run, so that reading it later gives wrong outputs."""
     release = rings.Ring.release
 
     def poison(self: Any, at: int) -> bool:
@@ -48,9 +48,9 @@ def outputs(model: Any) -> Any:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("home", ["cpu", "cuda"])
 @pytest.mark.parametrize("slots", [1, 2, 3])
-def test_outputs_are_those_of_the_resident_model(poisoned: None, dtype: Any, home: str, slots: int) -> None:
+def test_outputs_equal_the_resident_models(poisoned: None, dtype: Any, home: str, slots: int) -> None:
     """Outputs equal the resident model's in every order of the blocks, for a model on the CPU or on the GPU. close
-    restores every byte on the model's device."""
+    restores every byte on the device that the model was on."""
     reference = Model(7, 512, dtype).cuda()
     model = copy.deepcopy(reference).to(home)
     with ow.offload(model, "cuda", slots=slots, keep=1 << 20):
@@ -66,7 +66,8 @@ def test_outputs_are_those_of_the_resident_model(poisoned: None, dtype: Any, hom
 @pytest.mark.parametrize("home", ["cpu", "cuda"])
 @pytest.mark.parametrize("where", ["device", "auto"])
 def test_blocks_stay_compressed_on_the_device(poisoned: None, dtype: Any, home: str, where: Any) -> None:
-    """Outputs equal the resident model's, device memory is what the offload reports, and close restores every byte."""
+    """Outputs equal the resident model's, the offload reports the device memory that it uses, and close restores every
+    byte."""
     reference = torch.nn.Module()
     reference.layers = torch.nn.ModuleList(Cast(dtype, rows) for rows in (900, 61, 3, 900, 900, 2000))
     reference.cuda()
@@ -85,7 +86,7 @@ def test_blocks_stay_compressed_on_the_device(poisoned: None, dtype: Any, home: 
 
 @pytest.mark.parametrize("home", ["cpu", "cuda"])
 def test_a_device_that_is_full(home: str) -> None:
-    """The error names the tier and the block, and every weight is restored. With the host tier the model fits."""
+    """The error names the tier and the block, and every weight is restored. With the host tier, the model fits."""
     model = Model(12, 2048).to(home)
     before = [parameter.detach().cpu().clone() for parameter in model.parameters()]
     torch.cuda.empty_cache()
@@ -119,7 +120,7 @@ def test_weights_of_a_byte(poisoned: None, dtype: Any) -> None:
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 def test_errors_in_the_middle_of_a_pass(poisoned: None, error: type[BaseException]) -> None:
-    """After an error or Ctrl-C in any block, the next pass is right."""
+    """After an error or Ctrl-C in any block, the next pass gives right outputs."""
     model = Model(6, 256).cuda()
     reference = outputs(model)
     with ow.offload(model, "cuda"):
@@ -137,7 +138,7 @@ def test_errors_in_the_middle_of_a_pass(poisoned: None, error: type[BaseExceptio
 
 @pytest.mark.parametrize("compress", [True, False])
 def test_weights_come_from_a_file(poisoned: None, compress: bool, tmp_path: Any) -> None:
-    """A model on the meta device gets its weights from a file. close puts them in CPU memory."""
+    """A model on the meta device gets its weights from a file. close puts the weights into CPU memory."""
     model = Model(5, 512)
     ow.save_model(model, tmp_path / "m.safetensors", compress=compress)
     with torch.device("meta"):
@@ -153,8 +154,8 @@ def test_weights_come_from_a_file(poisoned: None, compress: bool, tmp_path: Any)
     assert torch.equal(outputs(empty.cuda()), reference)
 
 
-def test_blocks_of_another_programs_model(poisoned: None) -> None:
-    """`stream_blocks` takes layers in CPU memory and moves only the requested tensors."""
+def test_stream_blocks_moves_only_requested_tensors(poisoned: None) -> None:
+    """`stream_blocks` streams layers from CPU memory, and only the requested tensors of each layer."""
     model = Model(5, 512)
     reference = outputs(copy.deepcopy(model).cuda())
     for part in (model.embed, model.head):
@@ -170,8 +171,8 @@ def test_blocks_of_another_programs_model(poisoned: None) -> None:
     assert all(parameter.device.type == "cpu" for parameter in model.layers.parameters())
 
 
-def test_a_part_of_the_weights_may_leave_a_block(poisoned: None) -> None:
-    """A part of the weights that a block returns keeps its values in other memory while the slot gets other blocks."""
+def test_a_block_can_return_a_part_of_its_weights(poisoned: None) -> None:
+    """If a block returns a part of its weights, this part keeps its values in other memory when the slot is reused."""
 
     class Row(torch.nn.Module):
         def __init__(self, at: int) -> None:
@@ -189,7 +190,7 @@ def test_a_part_of_the_weights_may_leave_a_block(poisoned: None) -> None:
 
 
 class Keeps(torch.nn.Module):
-    """A block that first applies `act` to itself, and uses the result for as long as it keeps it."""
+    """A block that applies `act` to itself if it keeps nothing, and adds what it keeps to its output."""
 
     def __init__(self, at: int) -> None:
         super().__init__()
@@ -216,8 +217,8 @@ ACTS = {
 
 @pytest.mark.parametrize("how", ACTS)
 @pytest.mark.parametrize("slots", [1, 2, 3])
-def test_what_a_block_keeps_or_changes_is_right(poisoned: None, how: str, slots: int) -> None:
-    """Outputs and weights equal the resident model's. Dropped tensors free their memory."""
+def test_blocks_that_keep_or_change_their_weights(poisoned: None, how: str, slots: int) -> None:
+    """Outputs and weights equal the resident model's. Tensors that a block no longer keeps free their memory."""
     x = torch.ones(3, 256, device="cuda")
 
     @torch.no_grad()
@@ -241,8 +242,8 @@ def test_what_a_block_keeps_or_changes_is_right(poisoned: None, how: str, slots:
         assert torch.equal(ours, theirs)
 
 
-def test_gradients_of_what_ran_within_enable_grad(poisoned: None) -> None:
-    """Weights that autograd saved are right in a later backward pass."""
+def test_gradients_of_runs_within_enable_grad(poisoned: None) -> None:
+    """If autograd saved weights, they are right in a later backward pass."""
 
     def run(model: Any) -> list[Any]:
         inputs = []
@@ -263,7 +264,7 @@ def test_gradients_of_what_ran_within_enable_grad(poisoned: None) -> None:
 
 
 @pytest.mark.parametrize("how", ["cpu_offload", "dispatch_model"])
-def test_what_accelerate_keeps_on_the_host(poisoned: None, how: str) -> None:
+def test_weights_that_accelerate_offloads_are_streamed(poisoned: None, how: str) -> None:
     """With the patch, weights that accelerate offloads to the CPU are streamed. Outputs equal the resident model's,
     tensors are on meta between runs, and accelerate's weights map has every weight."""
     accelerate = pytest.importorskip("accelerate")
@@ -284,8 +285,8 @@ def test_what_accelerate_keeps_on_the_host(poisoned: None, how: str) -> None:
 
 
 @pytest.mark.parametrize("where", ["host", "device"])
-def test_threads_on_streams_of_their_own(where: Any) -> None:
-    """Four threads run one model at the same time on separate streams."""
+def test_threads_on_separate_streams(where: Any) -> None:
+    """Four threads can run one model at the same time, each on its own stream."""
     model = Model(6, 256).cuda()
     reference = outputs(model)
     with ow.offload(model, "cuda", slots=2, where=where):
@@ -306,7 +307,7 @@ def test_threads_on_streams_of_their_own(where: Any) -> None:
 
 
 def test_captures_are_refused_and_compiled_blocks_work() -> None:
-    """Captures are refused, because a CUDA graph cannot hold streamed weights. Compiled blocks work."""
+    """A capture is refused, because a CUDA graph cannot contain streamed weights. Compiled blocks work."""
     model = Model(4, 256).cuda()
     reference = outputs(model)
     with ow.offload(model, "cuda"):
@@ -323,7 +324,8 @@ def test_captures_are_refused_and_compiled_blocks_work() -> None:
 
 @pytest.mark.parametrize("where", ["host", "device"])
 def test_a_damaged_block_does_not_run(where: Any) -> None:
-    """The first pass raises before a block with damaged stored bytes runs. Then passes are right again."""
+    """If stored bytes of a block are damaged, the first pass raises an error before the block runs. When the bytes are
+    restored, passes are right again."""
     model, runs = Model(3, 256).cuda(), list[int]()
     expected = outputs(model)
     model.layers[1].up.register_forward_pre_hook(lambda *_: runs.append(1))
@@ -341,7 +343,7 @@ def test_a_damaged_block_does_not_run(where: Any) -> None:
 
 @pytest.mark.parametrize("where", ["host", "device", "auto"])
 def test_chunks_of_a_file_are_stored_as_they_are(where: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A compressed file is not encoded again, in any tier. A wrong chunk is noticed before the model runs."""
+    """A compressed file is not encoded again, in any tier. A damaged chunk is found before the model runs."""
     reference, path = Model(7, 512).cuda(), tmp_path / "m.safetensors"
     ow.save_model(reference, path, compress=True)
     model = copy.deepcopy(reference).cpu()
@@ -365,8 +367,8 @@ def test_chunks_of_a_file_are_stored_as_they_are(where: Any, tmp_path: Path, mon
 
 @torch.no_grad()
 def test_graphs_of_layers_in_fixed_slots() -> None:
-    """Graphs that were captured between the operators replay with the weights of every layer. A graph that captures an
-    operator raises an error that names the layer."""
+    """Graphs of the code between the operators replay with the weights of every layer. A capture of an operator raises
+    an error that names the layer."""
     reference = Model(7, 512).cuda()
     model = copy.deepcopy(reference).cpu()
     moved = [*model.parameters(), *model.buffers()]

@@ -1,5 +1,5 @@
-"""Tests offload's ring with the engine's asynchronous decoding, on the fake driver. Its device memory is memory of the
-host, of which torch makes tensors of the CPU."""
+"""Tests offload's ring with the engine's asynchronous decoding, on the fake driver. The driver's device memory is host
+memory, so torch can make CPU tensors of it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 
 
 class Stream:
-    """A stream of the fake driver. An event of it stands for all work that is queued when something waits for it."""
+    """A stream of the fake driver. Waiting for one of its events waits for all work that is queued at that moment."""
 
     def __init__(self, device: object) -> None:
         self.cuda_stream = gpu.stream_new(0)
@@ -93,8 +93,8 @@ def fake_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("where", ["host", "device"])
 @pytest.mark.parametrize("at", [0, 2, 4])
 def test_a_damaged_block_does_not_run(where: Any, static: bool, at: int) -> None:
-    """The first pass raises before the damaged block runs, although its decoding fails asynchronously. Passes before
-    and after the damage are right."""
+    """The first pass raises an error before the damaged block runs, although its decoding fails asynchronously. Passes
+    before the damage and after its repair are right."""
     model, runs = Model(), list[int]()
     expected = outputs(model)
     model.layers[at].up.register_forward_pre_hook(lambda *_: runs.append(at))

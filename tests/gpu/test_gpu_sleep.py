@@ -19,8 +19,8 @@ if gpu.count() == 0:
 pytest.importorskip("torch")
 
 
-def test_memory_is_prepared_once_and_given_back() -> None:
-    """Memory is prepared in the background and freed on request. Too large a size is refused immediately."""
+def test_memory_is_prepared_once_and_freed() -> None:
+    """Memory is prepared in the background and freed on request. A size that is too large is refused immediately."""
     with ow.prepare_sleep("8MB", device="cuda:0") as memory:
         assert memory.nbytes == 8_000_000 and "cuda:0" in repr(memory)
         assert memory.wait(60) and memory.wait(0)
@@ -39,7 +39,7 @@ def test_memory_is_prepared_once_and_given_back() -> None:
             ow.prepare_sleep("1MB", **wrong)  # type: ignore[arg-type]
 
 
-def test_threads_prepare_and_give_back_at_once() -> None:
+def test_threads_prepare_and_free_at_once() -> None:
     """Threads can prepare and free memory in any order without an error."""
     failures: list[BaseException] = []
 
@@ -65,7 +65,7 @@ def test_threads_prepare_and_give_back_at_once() -> None:
 
 
 def test_a_forked_child_is_refused() -> None:
-    """A forked child is refused, and the parent keeps the memory."""
+    """A forked child that uses the parent's memory is refused, and the parent keeps the memory."""
     memory: Any = ow.prepare_sleep("4MB", device="cuda:0")
     child = os.fork()
     if child == 0:

@@ -1,5 +1,5 @@
-"""Runs the ranks of tests/groups/test_checkpoints.py as forks of one process that has imported torch. The command line
-names a folder, the ranks' rendezvous file and the steps."""
+"""Runs the ranks of tests/groups/test_checkpoints.py as forks of one process that has imported torch. The arguments are
+a folder, the file through which the ranks connect, and the steps."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 
 def trained(seed: int, steps: int) -> tuple[Any, Any]:
-    """Returns an FSDP2 model of odd sizes, including a layer with fewer rows than ranks, and its optimizer."""
+    """Returns an FSDP2 model with odd sizes and its optimizer. One layer has fewer rows than there are ranks."""
     torch.manual_seed(seed)
     model = torch.nn.Sequential(
         torch.nn.Linear(33, 257), torch.nn.Linear(257, 129, dtype=torch.float32), torch.nn.Linear(129, 1)
@@ -54,7 +54,7 @@ def state_of(model: Any, optimizer: Any, **more: Any) -> dict[str, Any]:
 
 
 def whole(value: Any) -> Any:
-    """Returns the state with every DTensor gathered."""
+    """Returns a state in which every DTensor is gathered."""
     if isinstance(value, DTensor):
         return value.full_tensor()
     if isinstance(value, dict):
@@ -83,7 +83,7 @@ def equal(one: torch.Tensor, two: torch.Tensor) -> bool:
 
 
 def stored(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor in the form in which the checkpoint's files store it."""
+    """Returns a tensor in the form in which checkpoint files store it."""
     return bytes_of(tensor) if is_bytes(tensor.dtype) else tensor
 
 
@@ -114,7 +114,7 @@ SHARDS = {"pairs": 0, "pair columns": 1, "wide": 0, "wide columns": 1, "wide dee
 def sharded(fill: bool) -> dict[str, DTensor]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     tensors = kinds() if fill else {name: torch.zeros_like(t) for name, t in kinds().items()}
-    # Without a source rank, because gloo cannot send every dtype.
+    # There is no source rank, because gloo cannot send every dtype.
     return {
         name: distribute_tensor(t, mesh, [Shard(SHARDS[name]) if name in SHARDS else Replicate()], src_data_rank=None)
         for name, t in tensors.items()
@@ -133,7 +133,7 @@ def save(folder: Path) -> None:
 
 
 def load(folder: Path) -> None:
-    """Loads both checkpoints with a different number of ranks into a different state."""
+    """Loads both checkpoints with another number of ranks into another state."""
     want = torch.load(folder / "want.pt", weights_only=True)
     model, optimizer = trained(7, 1)
     state = state_of(model, optimizer, step=0, rng=torch.zeros_like(want["rng"]), note={"lr": 0.0, "tags": ["", ""]})
@@ -147,7 +147,7 @@ def load(folder: Path) -> None:
 
 
 def background(folder: Path) -> None:
-    """Each async_save stores the staged values while the tensors change."""
+    """Each async_save writes the staged values, although the tensors change during the save."""
     stager = CheckpointStager()
     state = sharded(True)
     writer = CheckpointWriter()
@@ -164,8 +164,8 @@ def background(folder: Path) -> None:
 
 
 def mapped(folder: Path) -> None:
-    """Staged blocks are copied out of the other rank's memory. If a rank cannot map that memory, they are sent to
-    it."""
+    """Ranks copy staged blocks out of each other's mapped memory. If a rank cannot map it, the blocks are sent to the
+    rank."""
     stager, operations = CheckpointStager(), []
     batch, map_buffers = dist.batch_isend_irecv, exchange.map_buffers
 
@@ -188,7 +188,7 @@ def mapped(folder: Path) -> None:
 
 
 def cached(folder: Path) -> None:
-    """A planner caches its plan, and then one rank's state changes."""
+    """A planner caches its plan, and then the state of one rank changes."""
     writer = CheckpointWriter()
     for number in range(4):
         state: dict[str, Any] = dict(sharded(True))
@@ -200,7 +200,8 @@ def cached(folder: Path) -> None:
 
 
 def short(folder: Path) -> None:
-    """If one rank's disk is full, every rank gets an error, the old checkpoint stays, and no other file is left."""
+    """If the disk of one rank is full, every rank gets an error, the old checkpoint stays, and no other file is
+    left."""
     at = folder / "short"
     dcp.save(sharded(True), storage_writer=CheckpointWriter(at))
     before = {path.name: path.read_bytes() for path in at.iterdir() if path.is_file()}
@@ -250,7 +251,7 @@ def failing(folder: Path) -> None:
 
 
 class _Interrupted(DefaultSavePlanner):
-    """Sends Ctrl-C before the first file of a rank or between its files."""
+    """A planner that sends Ctrl-C before the first file of a rank or between its files."""
 
     ranks: tuple[int, ...] = ()
     after = 0  # calls that succeed
@@ -263,7 +264,7 @@ class _Interrupted(DefaultSavePlanner):
 
 
 def interrupted(folder: Path) -> None:
-    """Ctrl-C during dcp.save, on one rank or all, ends every rank. The old checkpoint stays, and no other file."""
+    """Ctrl-C during dcp.save, on one rank or on all, ends the save on every rank. Only the old checkpoint is left."""
     at = folder / "interrupted"
     dcp.save(sharded(True), storage_writer=CheckpointWriter(at))
     before = {path.name: path.read_bytes() for path in at.iterdir() if path.is_file()}
@@ -286,7 +287,7 @@ def interrupted(folder: Path) -> None:
 
 
 class _Pressing:
-    """A value that sends Ctrl-C while it is staged."""
+    """A value that sends Ctrl-C when it is staged."""
 
     def __deepcopy__(self, memo: Any) -> Any:
         os.kill(os.getpid(), signal.SIGINT)
@@ -302,8 +303,8 @@ class _Waiting(DefaultSavePlanner):
 
 
 def pressed(folder: Path) -> None:
-    """Ctrl-C during dcp.async_save prevents the save while tensors are being staged. Later it only ends the wait, and
-    the checkpoint is complete."""
+    """Ctrl-C while dcp.async_save stages tensors prevents the save. Later, Ctrl-C only ends the wait, and the
+    checkpoint is complete."""
     at, stager = folder / "pressed", CheckpointStager()
     with pytest.raises(KeyboardInterrupt):
         dcp.async_save({**sharded(False), "key": _Pressing()}, storage_writer=CheckpointWriter(at), async_stager=stager)
@@ -328,12 +329,12 @@ class _Dying(DefaultSavePlanner):
 
 
 def dying(folder: Path) -> None:
-    """If a rank dies during a save, the other one gets an error and the old checkpoint stays."""
+    """If a rank dies during a save, the other rank gets an error and the old checkpoint stays."""
     at = folder / "dying"
     dcp.save(sharded(True), storage_writer=CheckpointWriter(at))
     state = {name: torch.randn(9) for name in "abc"} if dist.get_rank() == 1 else {}
     print("done dying", flush=True)
-    with pytest.raises(Exception):  # noqa: B017, PT011 - what torch says of a closed connection
+    with pytest.raises(Exception):  # noqa: B017, PT011 - torch's error for a closed connection
         dcp.save(state, storage_writer=CheckpointWriter(at), planner=_Dying())
     assert set(ow.load_file(at)) == set(kinds()) and set(
         CheckpointReader(at).read_metadata().state_dict_metadata
@@ -342,7 +343,7 @@ def dying(folder: Path) -> None:
 
 
 def replaced(folder: Path, old: bool = False) -> None:
-    """A checkpoint is replaced after one rank has opened it and before another does."""
+    """A checkpoint is replaced between the moments at which two ranks open it."""
     at = folder / f"replaced-{old}"
 
     def save(value: float) -> None:

@@ -1,4 +1,4 @@
-"""Measures deltas of a trained model, compared with Zstandard on the XOR and with the whole compressed model.
+"""Measures the sizes of a trained model's deltas, of Zstandard on the XOR, and of the whole compressed model.
 
 docs/deltas.md has the figures.
 
@@ -22,7 +22,7 @@ WIDTH, DEPTH, LENGTH, BATCH = 256, 4, 64, 8
 
 
 class Net(nn.Module):
-    """Predicts the next byte."""
+    """A small transformer that predicts the next byte."""
 
     def __init__(self) -> None:
         super().__init__()

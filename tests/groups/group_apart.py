@@ -1,4 +1,4 @@
-"""Steps of group_worker.py in which the ranks' files, arguments or calls differ."""
+"""Steps of group_worker.py in which files, arguments or calls differ between ranks."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def fails(kind: type[BaseException], text: str, act: Callable[[], Any]) -> None:
 
 
 def replaced(folder: Path) -> None:
-    """If a file is replaced while the ranks open it, all load the new one. If they keep opening different ones, none
-    loads a mixture."""
+    """If a file is replaced while ranks open it, all ranks load the new file. If the ranks keep opening different
+    files, no rank loads a mixture."""
     rank, world, path, sign = dist.get_rank(), dist.group.WORLD, folder / "replaced.safetensors", folder / "opened"
 
     def write(value: float) -> None:
@@ -66,13 +66,13 @@ def replaced(folder: Path) -> None:
         if rank == 1:
             shutil.copy(folder / "compressed.safetensors", copy)
         dist.barrier()
-        # The checksums show that the file is a copy.
+        # The checksums show that the file is a copy of rank 0's file.
         assert "whole" in ow.load_file(copy if rank == 1 else folder / "compressed.safetensors", group=world)
 
 
 def refused(folder: Path) -> None:
-    """A wrong argument on rank 1 raises an error on all ranks, and the group can still be used. The same holds for a
-    setting that only one rank has."""
+    """A wrong argument on rank 1 raises an error on all ranks, and the group can still be used. A setting that only one
+    rank has also raises on all ranks."""
     rank, world, path = dist.get_rank(), dist.group.WORLD, folder / "compressed.safetensors"
     module, weights = torch.nn.Linear(2, 2), folder / "linear.safetensors"
     if rank == 0:
@@ -100,7 +100,7 @@ def refused(folder: Path) -> None:
 
 
 def closed(folder: Path) -> None:
-    """A stream that one rank closes or drops before its first step ends on all ranks."""
+    """If one rank closes or drops a stream before its first step, the stream ends on all ranks."""
     rank, world, path = dist.get_rank(), dist.group.WORLD, folder / "compressed.safetensors"
     for exchange in ("mapped", "none"):
         grouping.exchange_setting = lambda exchange=exchange: exchange
@@ -116,8 +116,8 @@ def closed(folder: Path) -> None:
 
 
 def interrupted(folder: Path) -> None:
-    """A signal handler cannot take from, or close, the group stream that it interrupts. It gets an error on its rank,
-    and the stream continues on all ranks."""
+    """If a signal handler interrupts a group stream and takes a tensor from it or closes it, the handler gets an error.
+    The stream continues on all ranks."""
     rank, world, path = dist.get_rank(), dist.group.WORLD, folder / "compressed.safetensors"
     for exchange in ("mapped", "none"):
         grouping.exchange_setting = lambda exchange=exchange: exchange
@@ -141,8 +141,8 @@ def interrupted(folder: Path) -> None:
 
 
 def forked_streams(folder: Path) -> None:
-    """A rank's forked child cannot use the group or its streams, even while a thread of the rank waits in one. The
-    child ends without sending the other ranks anything."""
+    """A rank's forked child cannot use the group or its streams, even while a thread of the rank waits in a stream. The
+    child exits without sending anything to other ranks."""
     world, path = dist.group.WORLD, folder / "compressed.safetensors"
     want = ow.load_file(path)
 
@@ -155,7 +155,7 @@ def forked_streams(folder: Path) -> None:
             fails(ow.ForkedError, "forked from", lambda: next(streams[0]))
             for act in (ow.load_file, ow.stream):
                 fails(ow.ForkedError, "parent of this forked process", lambda act=act: act(path, group=world))
-            streaming._close_all()  # the same as at exit
+            streaming._close_all()  # as at exit
             streams.pop().close()
             gc.collect()
             os._exit(0)
@@ -190,8 +190,8 @@ def forked_streams(folder: Path) -> None:
 
 
 def stopped(folder: Path) -> None:
-    """A timeout or Ctrl-C on a rank takes effect although another rank is stopped. The stopped rank also ends once it
-    continues."""
+    """A timeout or Ctrl-C on a rank ends its load even if another rank is stopped. When the stopped rank continues, its
+    load also ends."""
     rank, path, process, aim = dist.get_rank(), folder / "compressed.safetensors", [os.getpid()], relays.relay_aim
     dist.broadcast_object_list(process, 1)
 
@@ -219,7 +219,7 @@ def stopped(folder: Path) -> None:
 
 
 def freed(folder: Path) -> None:
-    """A group that has loaded or failed to load is freed when it is destroyed, with its threads and descriptors."""
+    """When a group that has loaded or failed to load is destroyed, its threads and descriptors are freed."""
     path = folder / "compressed.safetensors"
 
     def used() -> tuple[int, int]:
@@ -231,7 +231,7 @@ def freed(folder: Path) -> None:
             ow.load_file(path, group=group, keys=["no such"])
         left_open = ow.stream(path, group=group)
         next(left_open)
-        streaming._close_all()  # the same as at exit
+        streaming._close_all()  # as at exit
         gone = weakref.ref(group)
         dist.destroy_process_group(group)
         del group
@@ -241,5 +241,5 @@ def freed(folder: Path) -> None:
 
     first = [used() for _ in range(2)][-1]
     last = [used() for _ in range(8)][-1]
-    # The number of engine threads varies. Each group has three threads and four descriptors.
+    # The number of engine threads varies. Each group that is not freed has three threads and four descriptors.
     assert last[0] < first[0] + 8 and last[1] < first[1] + 8, (first, last)

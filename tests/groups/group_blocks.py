@@ -1,4 +1,4 @@
-"""Steps of group_worker.py for block loads, in which each rank requests blocks, and for ranks that exit."""
+"""Steps of group_worker.py in which each rank requests blocks, or a rank exits."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from overwire.distributed.blocks import Blocks
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from processes import overwire_serve  # noqa: E402
 
-# The device to which ranks load tensors.
+# Ranks load tensors to this device.
 DEVICE = "cpu"
 
 Wanted = dict[str, list[tuple[int, int, int, int]]]
 
 
 def leaving(step: str, folder: Path, method: Any) -> Any:
-    """Replaces a method that a rank calls once the engines have connected. Rank 1 exits there after all others have
-    reached it, so that they have received what it sent. Its engine has answered no requests, so the others still wait
-    for it."""
+    """Replaces a method that each rank calls after the engines have connected. Rank 1 exits in this method when all
+    other ranks have reached it, so they have received its messages. Its engine has answered no requests, so the other
+    ranks still wait for it."""
     rank, size = dist.get_rank(), dist.get_world_size()
     signs = [folder / f"{step}-{size}-{other}" for other in range(size)]
 
@@ -49,8 +49,8 @@ def leaving(step: str, folder: Path, method: Any) -> Any:
 
 
 def wants(path: Path, rank: int, size: int) -> Wanted:
-    """Returns blocks of every kind: halves of one or both dimensions, whole tensors, two of one tensor, some that
-    another rank also wants, and some that only one rank wants."""
+    """Returns blocks of every kind: halves of one or both dimensions, whole tensors, two blocks of one tensor, and
+    blocks that only this rank or also another rank wants."""
     out: Wanted = {}
     for at, (name, tensor) in enumerate(sorted(ow.load_file(path).items())):
         if tensor.dtype == torch.float4_e2m1fn_x2:
@@ -81,8 +81,8 @@ def together(
     where: Callable[[Path], Any] = lambda path: path,
     group: Any = None,
 ) -> Any:
-    """Loads the wanted blocks of files as a group and compares them. Returns the load, or the reason why there was
-    none. opened is called when the files are open and nothing has been read. where returns a file's path or URL."""
+    """Loads the wanted blocks of files as a group and compares them. Returns the load, or the reason why there was no
+    load. opened is called when the files are open and nothing has been read. where returns a file's path or URL."""
     rank, size, world = dist.get_rank(), dist.get_world_size(), group or dist.group.WORLD
     with ExitStack() as stack:
         files, requests, targets = [], [], []
@@ -116,8 +116,8 @@ def together(
 
 
 def blinded() -> Iterator[int]:
-    """Makes one rank's engine unable to map another rank's memory, first for rank 0 and then for rank 1. On a GPU only
-    for rank 1."""
+    """Makes the engine of one rank unable to map another rank's memory: of rank 0 and then of rank 1, on a GPU only of
+    rank 1."""
     for lost in (0, 1) if DEVICE == "cpu" else (1,):
         if dist.get_rank() == lost:
             relays.relay_join = join_strangers
@@ -126,20 +126,20 @@ def blinded() -> Iterator[int]:
 
 
 def join_strangers(offers: list[Any], job: int) -> None:
-    """Simulates separate process id namespaces, so that the other ranks' ids are invalid."""
+    """Simulates separate process id namespaces: the process ids of other ranks are invalid."""
     me = dist.get_rank()
     _verbs.relay_join([one if one["rank"] == me else {**one, "process": 1 << 30} for one in offers], job)
 
 
 def expected_of(path: Path) -> Path:
-    """Returns the plain file that has the expected tensors of a file, which itself may be damaged or compressed."""
+    """Returns the plain file with the expected tensors of a file that may be damaged or compressed."""
     other = path.parent / f"{path.stem.partition('-')[0]}-plain.safetensors"
     return other if other.exists() else path.parent / "plain.safetensors"
 
 
 def blocks(folder: Path) -> None:
-    """Ranks that request blocks read each stored byte once in total. A failure on one rank ends the load on all. If one
-    rank cannot take part, all ranks learn the reason."""
+    """Ranks that request blocks read each stored byte once in total. A failure on one rank ends the load on all ranks.
+    If one rank cannot take part, all ranks get the reason."""
     rank, size, world = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
     block_loads.SHARE = (1 << 20) + 4096
     assert _compat_api.should_share_reading(world, False) and _compat_api.should_share_reading(world, True)
@@ -159,7 +159,7 @@ def blocks(folder: Path) -> None:
             met.append(reader)
     assert len(met) == 1, met
 
-    # The memory may also be gone before the others map it.
+    # The rank with the damage may also free its memory before other ranks map it.
     join, relays.relay_join = relays.relay_join, lambda *_: (time.sleep(0 if rank == met[0] else 0.3), join(*_))[1]
     try:
         together(folder / "damaged.safetensors" if rank == met[0] else good)
@@ -190,7 +190,7 @@ def blocks(folder: Path) -> None:
 
 
 def block_stores(folder: Path) -> None:
-    """By default, ranks share reads from a store, so the server sends each byte once in total."""
+    """By default, ranks share the reads from a store, so the server sends each byte once in total."""
     size, world = dist.get_world_size(), dist.group.WORLD
     block_loads.SHARE = (1 << 20) + 4096
     assert _compat_api.should_share_reading(world, True) and not _compat_api.should_share_reading(world, False)
@@ -203,11 +203,12 @@ def block_stores(folder: Path) -> None:
             dist.all_gather_object(read, made.read)
             stored = (folder / file).stat().st_size
             assert 0.5 * stored < sum(read) <= 1.05 * stored, (file, read, stored)
-        dist.barrier()  # rank 0's `with` block ends the server
+        dist.barrier()  # rank 0's `with` block stops the server
 
 
 def shards(folder: Path, at: Path) -> list[Path]:
-    """Writes files with equal tensor names, tied tensors and every codec, and one from which nothing is wanted."""
+    """Writes files with equal tensor names, tied tensors and every codec. Nothing is requested from one of the
+    files."""
     sizes = {"a": (1021, 512), "b": (700, 1030), "c": (512, 600), "unwanted": (300, 300)}
     if dist.get_rank() == 0:
         at.mkdir(exist_ok=True)  # another test may have created it
@@ -226,8 +227,8 @@ def shards(folder: Path, at: Path) -> list[Path]:
 
 
 def block_shards(folder: Path) -> None:
-    """Blocks of several files are loaded in one group load, even if tensor names are equal. An error names its file,
-    and the bytes are those of the opened files."""
+    """One group load loads blocks of several files, even with equal tensor names. An error names its file. The bytes
+    are those of the files that were opened."""
     rank, size = dist.get_rank(), dist.get_world_size()
     block_loads.SHARE = (1 << 20) + 4096
     files = shards(folder, folder / f"shards-{size}")
@@ -247,7 +248,7 @@ def block_shards(folder: Path) -> None:
             read: list[Any] = [None] * size
             dist.all_gather_object(read, made.read)
             stored = sum(path.stat().st_size for path in paths if not path.name.startswith("unwanted"))
-            # Data of level "smaller" is decoded while it is read, and its decoded size is counted.
+            # Data of level "smaller" is decoded while it is read, and the decoded size is counted.
             stored = max(stored, sum(path.stat().st_size for path in plain[:3]) if files[2] in paths else 0)
             assert made.read and sum(read) <= 1.05 * stored, (paths, read, stored)
     assert begun == [2] * 8, begun
@@ -290,8 +291,8 @@ def block_shards(folder: Path) -> None:
 
 
 def block_hosts(folder: Path) -> None:
-    """With one rank on a host and two on another, a host that needs nothing reads nothing. A share always holds the
-    largest chunk."""
+    """One rank runs on one host and two ranks on another. A host that needs nothing reads nothing. A share can hold the
+    largest chunk, even if it is set too small."""
     rank, name = dist.get_rank(), grouping.host_identity
     block_loads.SHARE = 256  # too small for a chunk
     grouping.host_identity = lambda: "alone" if rank == 0 else "together"
@@ -308,7 +309,7 @@ def block_hosts(folder: Path) -> None:
 
 
 def block_gone(folder: Path) -> None:
-    """If a rank dies during a load, the others detect it and get an error."""
+    """If a rank dies during a load, the other ranks detect it and get an error."""
     block_loads.SHARE = (1 << 20) + 4096
     relays.Job.next = leaving("block_gone", folder, relays.Job.next)
     if dist.get_rank() == 1:

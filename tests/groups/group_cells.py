@@ -1,4 +1,4 @@
-"""A step of group_worker.py for every group function with every kind of source, for whole tensors and slices."""
+"""A step of group_worker.py that calls every group function on every kind of source, for whole tensors and slices."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ VERBS: tuple[Callable[..., Tensors], ...] = (load_file, stream, stream_windows, 
 
 @contextmanager
 def sources(folder: Path) -> Iterator[dict[str, Any]]:
-    """Yields sources by kind: local files, the same files in a store, and pinned in each rank's memory."""
+    """Yields sources by kind: local files, the same files in a store, and models pinned in each rank's memory."""
     with ExitStack() as stack:
         out: dict[str, Any] = {}
         for coding in ("plain", "compressed"):
@@ -58,11 +58,11 @@ def sources(folder: Path) -> Iterator[dict[str, Any]]:
             pinned = stack.enter_context(ow.pin(path))
             out |= {f"{coding} file": path, f"{coding} store": url[0], f"{coding} pinned": pinned}
         yield out
-        dist.barrier()  # rank 0's `with` block ends the servers
+        dist.barrier()  # rank 0's `with` block stops the servers
 
 
 def cells(folder: Path, device: str, expected: Callable[..., Tensors], use: Callable[[str], None]) -> None:
-    """Each function with each transport gives the same as one rank's load and slicing."""
+    """Each function gives the same tensors with each transport as a load and slicing on one rank."""
     rank, size = dist.get_rank(), dist.get_world_size()
     with sources(folder) as every:
         for shard in ({}, SHARD):

@@ -1,4 +1,4 @@
-"""Counts bytes that ranks read and that a server sends, for steps of group_worker.py."""
+"""Counts the bytes that ranks read and that a server sends, for steps of group_worker.py."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from overwire.distributed import load as relays
 
 
 def reads(group: Any) -> Callable[[], list[int]]:
-    """Returns a function that returns, for each rank, the stored bytes it has read in group loads since the last
-    call."""
+    """Returns a function that returns how many stored bytes each rank has read in group loads since its last call."""
     mine: list[int] = []
     done = relays.Job.done
 
@@ -38,7 +37,7 @@ def reads(group: Any) -> Callable[[], list[int]]:
 
 @contextmanager
 def counted(path: Path, sent: list[int], host: str = "127.0.0.1") -> Iterator[str]:
-    """Serves a file over HTTP and records the size of each answer's body."""
+    """Serves a file over HTTP and records the body size of each answer."""
     data = path.read_bytes()
 
     class Handler(http.server.BaseHTTPRequestHandler):

@@ -1,5 +1,5 @@
-"""Runs the ranks of tests/groups/test_deaths.py. Rank 1 of three dies, stops, fails or never arrives at a point that
-the command line names. The others must report it, leave nothing open, and load again in a new group."""
+"""Runs the ranks of tests/groups/test_deaths.py. The arguments name a point at which rank 1 of three ranks dies,
+stops, fails or never arrives. The other ranks must report this, leave nothing open, and load again in a new group."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from overwire.distributed import tensors as loading
 
 RANKS, LOST = 3, 1
 
-# Seconds: the group's timeout where nothing else detects a lost rank, and the time after which a rank counts as
+# Seconds. If nothing else detects a lost rank, the group's timeout of TIME_OUT does. After HANGS, a rank counts as
 # hanging.
 TIME_OUT, HANGS = 10, 90
 
@@ -36,7 +36,7 @@ def stop() -> None:
 
 
 def leave() -> None:
-    """Exits like a program that fails before the call."""
+    """Exits like a program that fails before the load."""
     os._exit(3)
 
 
@@ -49,7 +49,7 @@ def fail() -> None:
 
 
 def hook_point(point: str, act: Callable[[], None]) -> None:
-    """Makes rank 1 act at a point of its next load."""
+    """Makes rank 1 call act() at a point of its next load."""
 
     def before(module: Any, name: str, due: int = 0) -> None:
         real, calls = getattr(module, name), [0]
@@ -80,7 +80,7 @@ def count_open() -> tuple[int, list[str]]:
         try:
             links.append(os.readlink(f"/proc/self/fd/{number}").partition(":")[0])
         except FileNotFoundError:
-            continue  # the descriptor of the listing
+            continue  # listing the folder opened this descriptor, now closed
     return len(os.listdir("/proc/self/task")), sorted(links)
 
 
@@ -105,16 +105,16 @@ def run_rank(folder: Path, rank: int, case: str, point: str, way: str) -> None:
     grouping.exchange_setting = lambda: exchange
     relays.SHARE, relays._AGREE = (1 << 20) + 4096, 2
     want = ow.load_file(path, mmap=False)
-    join(folder, f"{case}-warm", list(range(RANKS)), rank)  # this creates threads and descriptors that stay
+    join(folder, f"{case}-warm", list(range(RANKS)), rank)  # creates threads and descriptors that are not freed
     load_and_compare(path, want, dist.group.WORLD)
     dist.destroy_process_group()
     gc.collect()
     threads, links = count_open()
     join(folder, f"{case}-first", list(range(RANKS)), rank)
-    # The group's timeout also limits connecting, which takes seconds on a busy machine.
+    # Connecting takes seconds on a busy machine, and the group's timeout also limits it.
     limit = TIME_OUT if way in ("stop", "away") else HANGS
     group: Any = dist.new_group(timeout=datetime.timedelta(seconds=limit))
-    dist.barrier()  # rank 1 must not die while others are connecting
+    dist.barrier()  # rank 1 must not die while other ranks connect
     if point == "between":
         load_and_compare(path, want, group)
     if rank == LOST:
@@ -131,7 +131,7 @@ def run_rank(folder: Path, rank: int, case: str, point: str, way: str) -> None:
     dist.destroy_process_group()
     gc.collect()
     until = time.monotonic() + 10
-    # The number of engine threads varies. Each group has three threads, and several descriptors.
+    # The number of engine threads varies. A group that is not freed has three threads and several descriptors.
     while not (freed := (now := count_open())[0] < threads + 3 and now[1] == links) and time.monotonic() < until:
         time.sleep(0.02)
     assert freed, (threads, links, now)
@@ -152,7 +152,7 @@ def main() -> None:
         children.append(pid)
     ended = {rank: os.waitpid(children[rank], 0)[1] for rank in range(RANKS) if rank != LOST}
     if way != "fail":
-        os.kill(children[LOST], signal.SIGKILL)  # it may be stopped or sleeping
+        os.kill(children[LOST], signal.SIGKILL)  # the rank may be stopped or asleep
     status = os.waitstatus_to_exitcode(os.waitpid(children[LOST], 0)[1])
     assert status == {"fail": 0, "leave": 3}.get(way, -signal.SIGKILL), status
     sys.exit(f"ended with {ended}" if any(ended.values()) else 0)

@@ -1,4 +1,4 @@
-"""Steps of group_worker.py in which a failure at any point on one rank ends the load on all."""
+"""Steps of group_worker.py in which rank 1 fails at any point of a load, which must end the load on all ranks."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from overwire.distributed import load as relays
 
 HOME = str(Path(grouping.__file__).parent)
 
-# The number of evenly spaced calls at which rank 1 fails.
+# Rank 1 fails at this number of evenly spaced calls.
 POINTS = 8
 
 
 class Fault:
-    """Counts the calls in the package `distributed` after a load has begun, and raises at one of them."""
+    """Counts the calls in the package `distributed` after a load has begun, and raises an error at one of them."""
 
     def __init__(self, at: int, kind: type[BaseException]) -> None:
         self.at, self.kind, self.calls, self.begun = at, kind, 0, False
@@ -48,7 +48,7 @@ class Fault:
 
 
 def attempt(act: Callable[[], Any], at: int, kind: type[BaseException]) -> tuple[str, int]:
-    """Returns the error on this rank, or "", and the number of calls."""
+    """Returns the error of this rank, or "" without an error, and the number of calls."""
     fault = Fault(at, kind)
     try:
         with fault:
@@ -60,7 +60,7 @@ def attempt(act: Callable[[], Any], at: int, kind: type[BaseException]) -> tuple
 
 def faults(folder: Path) -> None:
     """If rank 1 fails between any two calls, no rank waits for the group's timeout. Each rank gets rank 1's message or
-    has all its tensors."""
+    all its tensors."""
     rank, path = dist.get_rank(), folder / "compressed.safetensors"
     relays.SHARE, relays._AGREE = (1 << 20) + 4096, 3
     want = ow.load_file(path)

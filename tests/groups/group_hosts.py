@@ -3,9 +3,9 @@ IPC, and a rate-limited link. The ranks load from a store that counts the bytes 
 
     python tests/groups/group_hosts.py FOLDER RANKS [RANKS ...]
 
-makes a host for each number of ranks. Each rank checks the tensors that it loads. For each load a line of JSON reports
-what the ranks have read, and a line at the end reports what the store has sent. The exit status is 77 if this machine
-allows no namespaces.
+makes a host for each number of ranks. Each rank checks the tensors that it loads. It prints a line of JSON for each
+load with the bytes that the ranks have read, and at the end a line with the bytes that the store has sent. The exit
+status is 77 if this machine allows no namespaces.
 """
 
 from __future__ import annotations

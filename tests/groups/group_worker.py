@@ -1,5 +1,5 @@
-"""Runs the ranks of tests/groups/test_distributed.py as forks of one process that has imported torch. The command line
-names their steps."""
+"""Runs the ranks of tests/groups/test_distributed.py as forks of one process that has imported torch. The arguments are
+the steps."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from overwire.distributed import load as relays
 from overwire.distributed import tensors as loading
 from overwire.model.opened import Model
 
-# These steps can be named on the command line, like those below.
+# These steps of other modules can also be named on the command line.
 __all__ = ["block_gone", "block_hosts", "block_shards", "block_stores", "blocks", "recorded"]
 __all__ += ["closed", "faults", "forked_streams", "freed", "interrupted", "refused", "replaced"]
 __all__ += ["stopped"]
 
 BACKEND = os.environ.get("GROUP_BACKEND", "gloo")
-# The device to which ranks load tensors.
+# Ranks load tensors to this device.
 DEVICE = "cpu"
 
 
 def expected(path: Path, shard: dict[str, int], rank: int, ranks: int) -> dict[str, torch.Tensor]:
-    """Returns the result of one rank's plain load and slicing."""
+    """Returns the tensors that a plain load and slicing on one rank give."""
     whole = ow.load_file(path)
     out = {}
     for name, tensor in whole.items():
@@ -72,7 +72,7 @@ def by(exchange: str) -> None:
 
 
 def small() -> None:
-    """Makes buffers small, for many pieces, several rounds of the ring, and several stream windows."""
+    """Makes buffers small, so that a load has many pieces, several rounds of the ring, and several stream windows."""
     relays.SHARE, relays._AGREE, loading._WINDOW = (1 << 20) + 4096, 3, 3 << 20
 
 
@@ -94,8 +94,8 @@ def cells(folder: Path) -> None:
 
 
 def tiny(folder: Path) -> None:
-    """Small tensors load with each transport, whole and cut along either dimension: odd sizes, empty, tied, without
-    dimensions, and with fewer rows than ranks."""
+    """Small tensors load with each transport, whole and cut along either dimension: with odd sizes, empty, tied,
+    without dimensions, or with fewer rows than ranks."""
     rank, size, tied = dist.get_rank(), dist.get_world_size(), torch.randn(129, 67).bfloat16()
     tensors = {"tied.a": tied, "tied.b": tied, "odd": torch.randn(257, 31), "few": torch.randn(3, 5)}
     tensors |= {"scalar": torch.tensor(2.5), "empty": torch.empty(0, 7), "line": torch.arange(1001).half()}
@@ -112,14 +112,14 @@ def tiny(folder: Path) -> None:
 
 
 def hosts(folder: Path) -> None:
-    """Ranks on two hosts (two and two, then one and three) map the memory of ranks on their host. Each host reads the
-    file once."""
+    """Ranks on two hosts (two and two, then one and three) map the memory of the ranks on their own host. Each host
+    reads the file once."""
     rank, path, size = dist.get_rank(), folder / "compressed.safetensors", (folder / "compressed.safetensors").stat().st_size
     small()
     by("mapped")
     for name, here in ((lambda: f"host{rank // 2}", (0, 1)), (lambda: "alone" if rank == 0 else "together", (1, 2, 3))):
         grouping.host_identity = name
-        world = dist.new_group()  # a new group: its ranks have not met
+        world = dist.new_group()  # a new group, whose ranks have not exchanged anything
         read = reads(world)
         for shard in ({}, SHARD):
             same(ow.load_file(path, group=world, shard=shard, device=DEVICE), expected(path, shard, rank, 4))
@@ -128,7 +128,7 @@ def hosts(folder: Path) -> None:
 
 
 def spread(folder: Path) -> None:
-    """Two hosts of two ranks read each stored byte once in total. A failure on one rank ends the load on all."""
+    """Two hosts with two ranks each read each stored byte once in total. A failure on one rank ends the load on all."""
     rank, size, world = dist.get_rank(), dist.get_world_size(), dist.new_group()
     grouping.host_identity = lambda: f"host{rank // 2}"
     relays.SHARE, relays._AGREE = 3 << 20, 1  # pieces of several chunks
@@ -151,8 +151,8 @@ def spread(folder: Path) -> None:
 
 
 def afar(folder: Path) -> None:
-    """Ranks on several hosts share reads from a store, so its server sends each byte once in total. Local files are
-    read by each host."""
+    """Ranks on several hosts share reads from a store, so its server sends each byte once in total. Each host reads
+    local files by itself."""
     rank, size, path = dist.get_rank(), dist.get_world_size(), folder / "compressed.safetensors"
     stored, sent = path.stat().st_size, []
     relays.SHARE = (1 << 20) + 4096
@@ -170,15 +170,15 @@ def afar(folder: Path) -> None:
                 got = ow.load_file(url[0], group=world, shard=shard, device=DEVICE)
                 assert 0.9 * stored < sum(read()) < 1.02 * stored
                 same(got, expected(path, shard, rank, size))
-                # In addition, each rank reads the header.
+                # Each rank also reads the header.
                 assert rank or 0.9 * stored < sum(sent) < 1.02 * stored + size * (256 << 10), (sent, stored)
         same(ow.load_file(path, group=world, device=DEVICE), expected(path, {}, rank, size))
         assert DEVICE != "cpu" or not any(read())
 
 
 def meetings(folder: Path) -> None:
-    """Ranks that map each other's memory meet three times per load for any request, in the first load of a group and in
-    later ones."""
+    """Ranks that map each other's memory use at most three collectives per load, in the first load of a group and in
+    later loads."""
     rank, path, number = dist.get_rank(), folder / "compressed.safetensors", [0]
     small()
     by("mapped")
@@ -196,7 +196,7 @@ def meetings(folder: Path) -> None:
     for act, most in (
         (lambda: ow.load_file(path, group=world, device=DEVICE), 3),
         (lambda: ow.load_file(path, group=world, device=DEVICE, shard=SHARD), 3),
-        (lambda: ow.load_file(path, group=world, device=DEVICE, keys=["whole", f"small.{rank}"]), 3),  # only one rank wants the second
+        (lambda: ow.load_file(path, group=world, device=DEVICE, keys=["whole", f"small.{rank}"]), 3),  # only one rank requests the second
         (lambda: list(ow.stream(path, DEVICE, group=world)), 3),
         (lambda: ow.load_model(module, folder / "meetings.safetensors", group=world), 3),
     ):
@@ -206,7 +206,7 @@ def meetings(folder: Path) -> None:
 
 
 def subgroup(folder: Path) -> None:
-    """Ranks 1 and 3 load in their own group. The others make no call."""
+    """Ranks 1 and 3 load in their own group. The other ranks make no call."""
     group = dist.new_group([1, 3])
     if dist.get_rank() in (1, 3):
         every_way(folder, group, "compressed.safetensors")
@@ -220,7 +220,7 @@ def subgroup(folder: Path) -> None:
 
 
 def wanted(folder: Path) -> None:
-    """Each rank has its own keys and filter, as for experts."""
+    """Each rank loads with its own keys and filter, as for experts."""
     rank = dist.get_rank()
     path = folder / "compressed.safetensors"
     whole = ow.load_file(path)
@@ -242,7 +242,7 @@ def wanted(folder: Path) -> None:
 
 
 def failing(folder: Path) -> None:
-    """A failure on one rank is raised on all, and the group can still be used."""
+    """A failure on one rank is raised on all ranks, and the group can still be used."""
     rank, world = dist.get_rank(), dist.group.WORLD
     good = folder / "compressed.safetensors"
     bad = folder / "damaged.safetensors" if rank == 1 else good
@@ -255,11 +255,11 @@ def failing(folder: Path) -> None:
             assert error.tensor and error.offset and "damaged" in str(error.source), vars(error)
             assert rank == 1 or "on rank 1" in str(error), error
         else:
-            # Another rank may have read the damaged tensor's bytes for rank 1.
+            # Another rank may have read the bytes of the tensor that is damaged only in rank 1's file.
             assert exchange == "collective", list(got)
 
-    # One rank reads each shared part. The rank with the damaged file detects it, all report it, and no other rank is
-    # blamed.
+    # One rank reads each shared part. The rank with the damaged file detects the damage, all ranks report it, and no
+    # error names another rank.
     met = []
     for damaged in range(2):
         for reader in range(2):
@@ -295,8 +295,8 @@ def failing(folder: Path) -> None:
 
 
 def hurt(folder: Path) -> None:
-    """A file that is invalid, becomes invalid or disappears only on rank 1 raises one typed error with its location on
-    both ranks without delay. The next load works."""
+    """If a file is invalid, becomes invalid or disappears only on rank 1, both ranks raise the same typed error with
+    its location at once. The next load works."""
     rank, world = dist.get_rank(), dist.group.WORLD
     good = folder / "plain.safetensors"
     own = folder / f"hurt-{rank}.safetensors"
@@ -331,7 +331,7 @@ def hurt(folder: Path) -> None:
 
     for old, new, text in (
         (b'"F32"', b'"F33"', "F33"),  # no such dtype
-        (b'"data_offsets":[0,', b'"data_offsets":[1,', ""),  # no tensor starts at this offset
+        (b'"data_offsets":[0,', b'"data_offsets":[1,', ""),  # tensors do not start at offset 1
         (b'"shape":[', b'"shape":[-', ""),
         (b"{", b"[", ""),
     ):
@@ -342,7 +342,7 @@ def hurt(folder: Path) -> None:
         )
         found = raises(ow.FormatError, text, own)
         assert rank == 0 or str(own) in str(found), found
-    packed = folder / "compressed.safetensors"  # a copy is the same file, because its checksums are equal
+    packed = folder / "compressed.safetensors"  # a copy counts as the same file, because its checksums are equal
     for shape in ({}, {"rows": 0}):
         own.write_bytes(packed.read_bytes())
         meanwhile(lambda: os.truncate(own, own.stat().st_size - 100_000))
@@ -350,7 +350,7 @@ def hurt(folder: Path) -> None:
         assert str(own) in str(error) or rank == 0, error
     raises(ow.OverwireError, "", "http://127.0.0.1:1/x.safetensors", storage_options={"retries": 0} if rank == 1 else None)
 
-    # A file that is replaced by a rename stays the one that was opened.
+    # If a file is replaced by a rename, the ranks still read the file that they opened.
     own.write_bytes(packed.read_bytes())
 
     def replace() -> None:
@@ -366,7 +366,7 @@ def hurt(folder: Path) -> None:
 
 
 def dying(folder: Path) -> None:
-    """If a rank dies during a load, the other gets an error that says so."""
+    """If a rank dies during a load, the other rank gets an error that says so."""
     rank = dist.get_rank()
     by("collective")
     relays.SHARE, relays._AGREE = (1 << 20) + 4096, 1
@@ -386,12 +386,12 @@ def dying(folder: Path) -> None:
 
 
 def mapped(folder: Path) -> None:
-    """The engines exchange data through memory that they map from each other, for whole tensors, slices and two
-    consecutive loads. A failure on one rank ends the load on all."""
+    """The engines map each other's memory to exchange data, for whole tensors, slices and two consecutive loads. A
+    failure on one rank ends the load on all ranks."""
     rank, size, world = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
     relays.SHARE = (1 << 20) + 4096
     members = grouping.members_of(world)
-    prepared: list[str] = []  # devices that are prepared while headers are read, with any group backend
+    prepared: list[str] = []  # devices that are prepared while headers are read
     real = loading.prepare_gpu
     loading.prepare_gpu = lambda device, exchange: prepared.append(device) or real(device, exchange)
     for file in ("plain.safetensors", "compressed.safetensors"):
@@ -408,7 +408,7 @@ def mapped(folder: Path) -> None:
             assert "checksum" in str(error) and error.tensor, error
             assert rank == reader or f"on rank {reader}" in str(error), error
             met += 1
-    assert met == 1, met  # one rank reads each byte
+    assert met == 1, met  # one rank found the damage, because one rank reads each byte
 
     aim, relays.relay_aim = relays.relay_aim, lambda *_: 1 // 0 if rank == 1 else aim(*_)
     try:
@@ -419,7 +419,7 @@ def mapped(folder: Path) -> None:
         raise AssertionError("rank 1's error was not reported")
     relays.relay_aim = aim
 
-    if rank == 1:  # its engine fails for a reason other than mapping
+    if rank == 1:  # rank 1's engine fails, but not because of the mapping
         relays.relay_join = lambda *_: (_ for _ in ()).throw(ow.NotSupportedError("overwire: a graph"))
     try:
         ow.load_file(good, group=world, device=DEVICE)
@@ -440,8 +440,8 @@ def mapped(folder: Path) -> None:
 
 
 def streamed(folder: Path) -> None:
-    """Streams and load_model in a group give the same as `load_file`, with windows, in order, and for tensors that only
-    one rank wants. A rank that closes the stream early, or fails, ends it on all."""
+    """Streams and load_model in a group give the same tensors as `load_file`: with windows, in order, and for tensors
+    that only one rank wants. If a rank closes the stream early or fails, the stream ends on all ranks."""
     rank, size, world = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
     relays.SHARE = (1 << 20) + 4096
     loading._WINDOW = 3 << 20
@@ -488,8 +488,8 @@ def streamed(folder: Path) -> None:
 
 
 def into_module(path: Path, rank: int, size: int, world: Any) -> None:
-    """load_model fills tensors in place, with casts, transposed, and on meta. All ranks report a mismatch before
-    anything changes."""
+    """load_model fills tensors in place: cast, transposed, and on meta. All ranks report a mismatch before any tensor
+    changes."""
     shard = {"rows": 0, "columns": 1, "deep": 2}
     names = ("whole", "rows", "columns", "deep", "scalar", "empty", "uneven", "flags", "small.0")
     want = {name.replace(".", "_"): tensor for name, tensor in expected(path, shard, rank, size).items() if name in names}
@@ -502,7 +502,7 @@ def into_module(path: Path, rank: int, size: int, world: Any) -> None:
     module = torch.nn.Module()
     for name, tensor in want.items():
         module.register_buffer(name, torch.zeros_like(tensor, device="meta" if name == "flags" else DEVICE))
-    module.rows = torch.zeros(*want["rows"].shape, device=DEVICE)  # another dtype
+    module.rows = torch.zeros(*want["rows"].shape, device=DEVICE)  # another dtype than in the file
     module.uneven = torch.zeros(want["uneven"].shape[::-1], dtype=torch.bfloat16, device=DEVICE).T
     before = {name: tensor.data_ptr() for name, tensor in module.state_dict().items() if name != "flags"}
     assert ow.load_model(module, renamed, group=world, shard=shard, device=DEVICE) == ([], [])
@@ -520,8 +520,8 @@ def into_module(path: Path, rank: int, size: int, world: Any) -> None:
 
 
 def chosen(folder: Path) -> None:
-    """With OVERWIRE_EXCHANGE=auto on the CPU, every rank reads the bytes it needs from local files. From a store, one
-    rank per host reads, or one of the group if ranks cannot map each other's memory."""
+    """With OVERWIRE_EXCHANGE=auto on the CPU, each rank reads the bytes that it needs from local files. From a store,
+    one rank per host reads. If ranks cannot map each other's memory, one rank of the group reads."""
     rank, size, world, info = dist.get_rank(), dist.get_world_size(), dist.group.WORLD, Model.info
     small()
     members, read = grouping.members_of(world), reads(world)
@@ -542,7 +542,7 @@ def chosen(folder: Path) -> None:
 
 
 def gone(folder: Path) -> None:
-    """If a rank dies while the engines exchange data, the others detect it, and this process can load again."""
+    """If a rank dies while the engines exchange data, the other ranks detect it and can load again."""
     rank = dist.get_rank()
     good = folder / "compressed.safetensors"
     relays.SHARE = (1 << 20) + 4096
@@ -561,7 +561,7 @@ def gone(folder: Path) -> None:
 
 
 def forked(count: int) -> int:
-    """Forks the ranks and returns each one's number. The parent exits when they have ended."""
+    """Forks the ranks and returns the number of the rank in each. The parent exits when all ranks have ended."""
     ranks = {}
     for rank in range(count):
         if not (pid := os.fork()):
@@ -584,5 +584,5 @@ if __name__ == "__main__":
     for step in sys.argv[3:]:
         {"every_way": lambda: every_way(folder, dist.group.WORLD)}.get(step, lambda step=step: globals()[step](folder))()
         dist.barrier()
-        print(f"done {step}", flush=True)  # one write, because ranks share the output
+        print(f"done {step}", flush=True)  # one write, because the ranks share the output
     dist.destroy_process_group()

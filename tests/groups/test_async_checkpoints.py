@@ -1,4 +1,4 @@
-"""Tests dcp.async_save while training continues. The two must not use the same group."""
+"""Tests dcp.async_save while training continues. The save and training must use different groups."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ pytest.importorskip("torch")
 
 
 def ranks(folder: Path, count: int, *steps: str) -> None:
-    """Runs the steps of async_worker on count ranks, which must all succeed."""
+    """Runs the steps of async_worker on count ranks, and asserts that all succeed."""
     argv = [ROOT / "tests" / "groups" / "async_worker.py", folder, f"store-{count}", *steps]
     done = warm.run(argv, env=cleaned() | {"WORLD_SIZE": str(count)}, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -20,11 +20,11 @@ def ranks(folder: Path, count: int, *steps: str) -> None:
 
 
 def test_saves_next_to_training(tmp_path: Path) -> None:
-    """The documented program works with and without a process_group, with two writers at the same time, and after ranks
-    that are late, fail, or destroy their groups."""
+    """The documented program works with and without a process_group, and with two writers at once. It also works after
+    ranks that are late, fail, or destroy their groups."""
     ranks(tmp_path, 2, "documented", "given", "several", "late", "failing", "destroyed")
 
 
 def test_a_group_of_some_ranks_saves(tmp_path: Path) -> None:
-    """In a save by a group of some ranks, only these ranks take part."""
+    """If a group of some ranks saves, only these ranks take part."""
     ranks(tmp_path, 3, "subset")

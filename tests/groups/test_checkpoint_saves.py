@@ -1,4 +1,4 @@
-"""Tests that a checkpoint which is replaced while others read, write or publish it is always one whole save."""
+"""Tests that a checkpoint is always one whole save, even if it is replaced while others read, write or publish it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ NAMES = [f"w{number}" for number in range(4)]
 
 
 def save(at: Any, value: float, **how: Any) -> None:
-    """Saves four tensors filled with value, each in a file."""
+    """Saves four tensors filled with value, each in its own file."""
     state = {"model": {name: torch.full((64,), value) for name in NAMES}, "step": value}
     dcp.save(state, storage_writer=CheckpointWriter(at, compress=False, **{"max_shard_size": 256, **how}))
 
@@ -43,7 +43,7 @@ def load(at: Any) -> set[float]:
 
 
 def make_old(at: Path) -> None:
-    """Turns a checkpoint into the form of version 1, in which files have no id."""
+    """Changes a checkpoint to version 1, in which files have no id."""
     for path in at.rglob("*.safetensors"):
         tensors = ow.load_file(path)
         path.unlink()
@@ -55,7 +55,7 @@ def make_old(at: Path) -> None:
 
 def replace(at: Path, value: float, old: bool, **how: Any) -> None:
     save(at, value, **how)
-    if old:  # in one step, as version 1 did
+    if old:  # renamed in one step, as with version 1
         made = at.parent / f"made-{value}"
         os.rename(at, made)
         make_old(made)
@@ -67,21 +67,21 @@ def replace(at: Path, value: float, old: bool, **how: Any) -> None:
 def test_a_checkpoint_that_is_replaced_while_it_is_opened(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old: bool, how: dict[str, Any]
 ) -> None:
-    """A checkpoint that is replaced while it is being opened is opened again once, and the load gives the whole new
-    save with its description. If it is replaced repeatedly, the load raises a typed error."""
+    """If a checkpoint is replaced while it is being opened, it is opened again once. The load then gives the whole new
+    save with its description. If the checkpoint is replaced repeatedly, the load raises a typed error."""
     at = tmp_path / "c"
     replace(at, 1.0, old)
     times, real = [2.0], reader.safe_open
 
     def open_late(*args: Any, **named: Any) -> Any:
         file = real(*args, **named)
-        if times and "training" not in str(args[0]):  # after the model's files were opened and before the others
+        if times and "training" not in str(args[0]):  # the model's files are open, the other files are not
             replace(at, times.pop(0), old, **how)
         return file
 
     def read_late(*args: Any) -> Any:
         manifest = read(*args)
-        if times:  # after the description was read and before the files
+        if times:  # the description was read, the files are not open
             replace(at, times.pop(0), old, **how)
         return manifest
 
@@ -98,8 +98,8 @@ def test_a_checkpoint_that_is_replaced_while_it_is_opened(
     assert times == [6.0]
 
 
-def test_an_open_checkpoint_stays_that_save(tmp_path: Path) -> None:
-    """An open reader returns the save that it opened until `reset`."""
+def test_an_open_reader_stays_on_its_save(tmp_path: Path) -> None:
+    """An open reader reads the save that it opened, until `reset`."""
     at = tmp_path / "c"
     save(at, 1.0)
     opened = CheckpointReader(at)
@@ -110,8 +110,8 @@ def test_an_open_checkpoint_stays_that_save(tmp_path: Path) -> None:
 
 
 def test_files_of_two_saves_are_refused(tmp_path: Path) -> None:
-    """A folder with files of two saves, as an interrupted copy leaves it, is refused by every reader with the name of a
-    file. A checkpoint of version 1 has no ids to compare."""
+    """If a folder has files of two saves, as after an interrupted copy, every reader refuses it and names a file. Files
+    of version 1 have no ids to compare."""
     one, two = tmp_path / "one", tmp_path / "two"
     save(one, 1.0)
     save(two, 2.0)
@@ -137,14 +137,14 @@ def test_files_of_two_saves_are_refused(tmp_path: Path) -> None:
             read()
     make_old(two)
     assert load(two) == {2.0}
-    (two / files[0].name).write_bytes(files[0].read_bytes())  # a file with an id and a description without one
+    (two / files[0].name).write_bytes(files[0].read_bytes())  # the file has an id, the description has none
     with pytest.raises(ow.CorruptError):
         CheckpointReader(two)
 
 
-def test_ranks_have_one_save_open(tmp_path: Path) -> None:
-    """If ranks have opened different saves, each gets a typed error before any tensor changes, and the same readers can
-    then load one save. This also holds for version 1."""
+def test_ranks_refuse_to_load_different_saves(tmp_path: Path) -> None:
+    """If ranks have opened different saves, each gets a typed error before any tensor changes. The same readers can
+    then load one save. This includes version 1."""
     steps = ("replaced", "replaced_old")
     command = [ROOT / "tests" / "groups" / "checkpoint_worker.py", tmp_path, "store", *steps]
     done = warm.run(command, env=cleaned() | {"WORLD_SIZE": "2"})
@@ -152,15 +152,15 @@ def test_ranks_have_one_save_open(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_outlives_its_job(tmp_path: Path) -> None:
-    """Files that a rank writes after its coordinator was killed never become part of a later checkpoint. The rank fails
-    once the path belongs to another save, and its files are removed."""
+    """If a rank writes files after its coordinator was killed, they never become part of a later checkpoint. When the
+    path belongs to another save, the rank fails and its files are removed."""
     at = tmp_path / "c"
     coordinator, rank = places.Place(at, None, True), places.Place(at, None, True)
     coordinator.begin()
     rank.join_save(coordinator.save)
     late = rank.make("training/model.safetensors")
     Path(late).write_bytes(b"half")
-    coordinator._unlock()  # the kernel does that when the process ends
+    coordinator._unlock()  # as the kernel does when the process ends
     publish = places.Place.publish
 
     def outlived(place: places.Place, files: Any) -> None:
@@ -189,8 +189,8 @@ class Fails(Exception):
 def test_a_save_that_fails_while_it_is_published(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replaces: bool, error: BaseException, step: str
 ) -> None:
-    """After any failure while publishing, including Ctrl-C, the old checkpoint keeps its name and contents, and no
-    other file is left."""
+    """After any failure while a save is published, including Ctrl-C, the old checkpoint keeps its name and contents,
+    and no other file is left."""
     at = tmp_path / "c"
     if replaces:
         save(at, 1.0)
@@ -225,7 +225,7 @@ def test_a_save_that_fails_while_it_is_published(
 
 
 def entry_of(kind: str, at: Path) -> Callable[[], bool]:
-    """Puts a user's entry into a checkpoint, and returns a function that checks for it."""
+    """Puts a user's entry into a checkpoint, and returns a function that tells whether the entry is still there."""
     if kind == "link to a folder":
         (at / "mine").symlink_to(at.parent)
     elif kind == "link to nothing":
@@ -241,9 +241,9 @@ def entry_of(kind: str, at: Path) -> Callable[[], bool]:
 
 
 @pytest.mark.parametrize("kind", ["link to a folder", "link to nothing", "folder", "file"])
-def test_what_is_the_users_in_a_checkpoint_stays(tmp_path: Path, kind: str) -> None:
-    """A checkpoint with a user's link, empty folder or file in a subfolder is not replaced, and the error names the
-    entry."""
+def test_a_checkpoint_with_users_entries_is_not_replaced(tmp_path: Path, kind: str) -> None:
+    """A checkpoint is not replaced if it has a user's link, an empty folder or a file in a subfolder. The error names
+    the entry."""
     at = tmp_path / "c"
     save(at, 1.0)
     is_there = entry_of(kind, at)
@@ -253,8 +253,8 @@ def test_what_is_the_users_in_a_checkpoint_stays(tmp_path: Path, kind: str) -> N
 
 
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.EIO, errno.EACCES])
-def test_a_folder_that_is_not_listed_is_not_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    """If a folder in the checkpoint cannot be listed, the save fails and the folder's contents stay."""
+def test_a_folder_that_cannot_be_listed_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """If a folder in the checkpoint cannot be listed, it counts as not empty: the save fails and its contents stay."""
     at = tmp_path / "c"
     save(at, 1.0)
     (at / "notes").mkdir()
@@ -291,7 +291,7 @@ TYPES = [
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("shape", [(6, 8), (16,), (), (0, 4), (2, 3, 4)], ids=str)
 def test_types_that_safetensors_lacks_or_packs(tmp_path: Path, dtype: Any, shape: tuple[int, ...]) -> None:
-    """Dtypes that safetensors lacks or packs are loaded bit for bit, in torch's shape."""
+    """Dtypes that safetensors lacks or packs are loaded bit for bit, with torch's shape."""
     if dtype == torch.float4_e2m1fn_x2 and not shape:
         pytest.skip("half a byte")
     size = torch.Size(shape).numel() * dtype.itemsize
@@ -307,7 +307,8 @@ def test_types_that_safetensors_lacks_or_packs(tmp_path: Path, dtype: Any, shape
 
 
 def test_bytes_of_types_into_other_tensors(tmp_path: Path) -> None:
-    """Such dtypes are loaded by value into strided and conjugated tensors, and their description is validated."""
+    """Dtypes that safetensors lacks are loaded by value into strided and conjugated tensors. Their description is
+    validated."""
     at = tmp_path / "c"
     values = torch.randn(4, 6, dtype=torch.complex128)
     dcp.save({"w": values.conj()}, storage_writer=CheckpointWriter(at))
@@ -330,7 +331,7 @@ def test_bytes_of_types_into_other_tensors(tmp_path: Path) -> None:
 
 
 def test_every_file_has_the_id(tmp_path: Path) -> None:
-    """checkpoint.json, the metadata of each file and the indexes contain one id, which no other save has."""
+    """checkpoint.json, the metadata of each file and the indexes have the same id, which no other save has."""
     seen = set()
     for number in range(2):
         at = tmp_path / f"c{number}"
@@ -346,7 +347,7 @@ def test_every_file_has_the_id(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_of_a_store_that_is_saved_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If a checkpoint in a store is removed and saved again while it is being opened, the new one is opened."""
+    """If a checkpoint in a store is removed and saved again while it is being opened, the new checkpoint is opened."""
     with stores.s3() as (options, root):
         at = "s3://models/run/step"
 
@@ -373,8 +374,8 @@ def test_a_checkpoint_of_a_store_that_is_saved_again(monkeypatch: pytest.MonkeyP
 def test_a_file_that_is_written_during_a_save_is_not_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """If another save writes a file into the checkpoint that this save is about to replace, this save fails. The old
-    checkpoint stays with that file, and the error says why."""
+    """If another program writes a file into a checkpoint while a save is about to replace it, the save fails. The old
+    checkpoint stays with this file, and the error gives the reason."""
     at = tmp_path / "c"
     save(at, 1)
     path = next(path for path in sorted(at.iterdir()) if path.suffix == ".safetensors") if name == "w0" else at / name

@@ -1,5 +1,5 @@
-"""Tests that training checkpoints saved by torch.distributed.checkpoint can be loaded, and that each is saved whole or
-not at all."""
+"""Tests training checkpoints that torch.distributed.checkpoint saves: they can be loaded, and are saved whole or not at
+all."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 
 
 def ranks(folder: Path, count: int, *steps: str) -> None:
-    """Runs the steps of checkpoint_worker on count ranks, which must all succeed."""
+    """Runs the steps of checkpoint_worker on count ranks, and asserts that all succeed."""
     store = f"store-{count}-{'-'.join(steps)}"
     done = warm.run([ROOT / "tests" / "groups" / "checkpoint_worker.py", folder, store, *steps], env=cleaned() | {"WORLD_SIZE": str(count)})
     assert done.returncode == 0, done.stdout + done.stderr
@@ -47,7 +47,7 @@ def ranks(folder: Path, count: int, *steps: str) -> None:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Saves a training state of two ranks (FSDP2, AdamW) and DTensors with every kind of sharding."""
+    """Saves a training state of two ranks (FSDP2, AdamW), and DTensors with every kind of sharding."""
     folder = tmp_path_factory.mktemp("saved")
     ranks(folder, 2, "save")
     return folder
@@ -70,8 +70,8 @@ def test_a_checkpoint_of_shards_is_a_model(saved: Path) -> None:
 
 
 def test_ranks_save_in_the_background_and_through_faults(tmp_path: Path) -> None:
-    """Ranks can save with cached plans, and after a full disk, a lack of memory or Ctrl-C on one rank. If a rank dies,
-    the last save ends."""
+    """Ranks can save in the background and with cached plans, and also after a full disk, a lack of memory or Ctrl-C on
+    one rank. If a rank dies, the save ends."""
     steps = ("background", "mapped", "cached", "short", "failing", "interrupted", "pressed", "dying")
     ranks(tmp_path, 2, *steps)
 
@@ -111,7 +111,8 @@ def cause(caught: pytest.ExceptionInfo[CheckpointException]) -> BaseException:
 
 
 def test_one_process(tmp_path: Path) -> None:
-    """Tied, strided, empty and zero-dimensional tensors and plain values load. A later checkpoint replaces it."""
+    """Tied, strided, empty and zero-dimensional tensors and plain values are loaded. A later save replaces the
+    checkpoint."""
     at = tmp_path / "c"
     for seed, how in enumerate([{}, {"compress": False}, {"max_shard_size": 1000}]):
         save(at, seed, **how)
@@ -132,15 +133,15 @@ def test_a_flat_state_keeps_its_names(tmp_path: Path) -> None:
     assert same(into, flat)
 
 
-def test_torch_converts_it(tmp_path: Path) -> None:
-    """torch can rebuild the nested state from the checkpoint without knowing its keys."""
+def test_torch_rebuilds_the_nested_state(tmp_path: Path) -> None:
+    """torch can rebuild the nested state from the checkpoint without knowing the state's keys."""
     save(tmp_path / "c", 3)
     from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
     assert same(_load_state_dict_from_keys(storage_reader=CheckpointReader(tmp_path / "c")), state(3))
 
 
-def test_what_is_no_checkpoint_is_not_replaced(tmp_path: Path) -> None:
+def test_a_folder_with_other_files_is_not_replaced(tmp_path: Path) -> None:
     """A folder that contains other files is not replaced."""
     at = tmp_path / "c"
     at.mkdir()
@@ -166,8 +167,8 @@ def test_what_is_no_checkpoint_is_not_replaced(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["c"]
 
 
-def test_what_a_killed_save_left_goes(tmp_path: Path) -> None:
-    """A killed save leaves no checkpoint, and the next save removes its leftovers."""
+def test_a_save_removes_the_leftovers_of_a_killed_save(tmp_path: Path) -> None:
+    """A killed save leaves no checkpoint. The next save removes its leftovers."""
     for name in (".c.partial", ".c.partial-01234567"):
         (tmp_path / name / "training").mkdir(parents=True)
         (tmp_path / name / "training/model.safetensors").write_text("half")
@@ -177,9 +178,9 @@ def test_what_a_killed_save_left_goes(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["c"] and same(load(tmp_path / "c"), state())
 
 
-def test_a_save_beside_one_that_publishes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A save is refused while another one publishes, until that one has its name and has removed what it replaced.
-    Neither loses files."""
+def test_a_save_is_refused_while_another_publishes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a save publishes, another save is refused, until the first has its name and has removed the checkpoint that
+    it replaced. Neither save loses files."""
     at = tmp_path / "c"
     save(at, 1)
     tries = []
@@ -204,8 +205,8 @@ def test_a_save_beside_one_that_publishes(tmp_path: Path, monkeypatch: pytest.Mo
     assert len(tries) == 2 and set(ow.load_file(at)) == {"w"} and [path.name for path in tmp_path.iterdir()] == ["c"]
 
 
-def test_a_link_in_the_place_of_what_is_begun(tmp_path: Path) -> None:
-    """A link that is named like leftovers is removed without touching its target."""
+def test_a_link_that_is_named_like_leftovers(tmp_path: Path) -> None:
+    """A link that is named like leftovers is removed, and its target is not touched."""
     (tmp_path / "home").mkdir()
     (tmp_path / "home/mine").write_text("x")
     for name in (".c.partial", ".c.partial-01234567"):
@@ -214,8 +215,9 @@ def test_a_link_in_the_place_of_what_is_begun(tmp_path: Path) -> None:
     assert (tmp_path / "home/mine").read_text() == "x" and same(load(tmp_path / "c"), state())
 
 
-def test_a_save_that_was_given_up_keeps_no_lock(tmp_path: Path) -> None:
-    """A save that is dropped keeps no lock. After another rank's error, torch drops it without telling the writer."""
+def test_a_dropped_save_keeps_no_lock(tmp_path: Path) -> None:
+    """A dropped save keeps no lock. After an error on another rank, torch drops the save without a call to the
+    writer."""
     left = places.Place(tmp_path / "c", None, True)
     left.begin()
     del left
@@ -226,8 +228,8 @@ def test_a_save_that_was_given_up_keeps_no_lock(tmp_path: Path) -> None:
 def test_a_disk_without_locks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """If files cannot be locked, as on Lustre without its flock option, a checkpoint is still saved and replaced, and
-    the log says so."""
+    """If files cannot be locked, as on Lustre without its flock option, checkpoints are still saved and replaced, and a
+    log line says so."""
 
     def refuse(number: int, kind: int) -> None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
@@ -257,8 +259,8 @@ def test_a_tensor_that_cannot_be_saved(tmp_path: Path) -> None:
 
 
 def test_objects_are_unpickled_as_by_weights_only(tmp_path: Path) -> None:
-    """An object that torch.load(weights_only=True) refuses is not created. The error names its class and how to allow
-    it."""
+    """An object that torch.load(weights_only=True) refuses is not created. The error names its class and says how to
+    allow it."""
     save(tmp_path / "c")
     at = tmp_path / "c/training/model.safetensors"
     content = ow.load_file(at)
@@ -283,8 +285,8 @@ def test_objects_are_unpickled_as_by_weights_only(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["__reduce_ex__", "__reduce__", "__getstate__", "items", "__class__"])
 @pytest.mark.parametrize("wrap", [lambda one: one, lambda one: {"a": [(one,)]}], ids=["alone", "inside"])
-def test_an_object_cannot_choose_how_it_is_written_anew(tmp_path: Path, name: str, wrap: Any) -> None:
-    """An OrderedDict with an attribute that hides a method is refused before that attribute is called."""
+def test_an_attribute_that_hides_a_method_is_refused(tmp_path: Path, name: str, wrap: Any) -> None:
+    """An OrderedDict with an attribute that hides a method is refused before the attribute is called."""
     save(tmp_path / "c")
     at = tmp_path / "c/training/model.safetensors"
 
@@ -294,7 +296,7 @@ def test_an_object_cannot_choose_how_it_is_written_anew(tmp_path: Path, name: st
 
     stored = io.BytesIO()
     torch.save(wrap(Made()), stored)
-    assert torch.load(io.BytesIO(stored.getvalue()), weights_only=True) is not None  # torch allows it
+    assert torch.load(io.BytesIO(stored.getvalue()), weights_only=True) is not None  # torch accepts this object
     rewrite(at, ow.load_file(at) | {"step": torch.frombuffer(bytearray(stored.getvalue()), dtype=torch.uint8)})
     with pytest.raises(CheckpointException) as caught:
         load(tmp_path / "c")
@@ -335,9 +337,9 @@ def test_a_hostile_description(tmp_path: Path, text: str) -> None:
     assert caught.value.source == str(tmp_path / "checkpoint.json")
 
 
-def test_a_description_that_its_files_do_not_fit(tmp_path: Path) -> None:
-    """A description with names that the files lack, tensors that should be bytes, or missing files raises a typed
-    error."""
+def test_a_description_that_does_not_match_the_files(tmp_path: Path) -> None:
+    """A description raises a typed error if it names tensors that the files lack, if tensors should be bytes, or if
+    files are missing."""
     save(tmp_path / "c")
     at = tmp_path / "c/checkpoint.json"
     good = json.loads(at.read_text())
@@ -363,7 +365,7 @@ def test_a_description_that_its_files_do_not_fit(tmp_path: Path) -> None:
 
 
 def test_damage(tmp_path: Path, seed: int) -> None:
-    """A changed byte anywhere in a checkpoint raises a typed error or does not affect the loaded tensors."""
+    """If any byte of a checkpoint is changed, loading raises a typed error or gives the right tensors."""
     save(tmp_path / "c")
     rng = random.Random(seed)
     for file in (tmp_path / "c").rglob("*.*"):
@@ -395,8 +397,8 @@ def test_the_description_is_written_as_it_is_read() -> None:
             manifests.paths_of(wrong)
 
 
-def test_paths_take_memory_by_their_length() -> None:
-    """Long paths take about as much memory as their text, or are refused."""
+def test_long_paths_use_little_memory() -> None:
+    """Long paths need about as much memory as their text. Longer paths are refused."""
     import tracemalloc
 
     longest = {f"a{n}": (n, *[0] * 999) for n in range(20)}
@@ -415,7 +417,7 @@ def objects(folder: Path) -> set[str]:
 
 
 def test_a_store() -> None:
-    """A checkpoint in S3 can be loaded, even as a model. It becomes visible with its description and is not
+    """A checkpoint in S3 can be loaded, also as a model. It becomes visible when its description is written, and is not
     replaced."""
     with stores.s3() as (options, root):
         at = "s3://models/run/step-1"
@@ -426,7 +428,7 @@ def test_a_store() -> None:
         with pytest.raises(CheckpointException) as caught:
             dcp.save(state(2), storage_writer=CheckpointWriter(at, storage_options=options))
         assert isinstance(cause(caught), ow.ArgumentError)
-        (root / "run/step-1/checkpoint.json").unlink()  # the state after a killed save
+        (root / "run/step-1/checkpoint.json").unlink()  # as after a killed save
         with pytest.raises(ow.NotFoundError):
             CheckpointReader(at, storage_options=options)
         dcp.save(state(2), storage_writer=CheckpointWriter(at, storage_options=options))
@@ -439,9 +441,9 @@ def test_a_store() -> None:
         assert isinstance(cause(caught), ow.ArgumentError) and objects(root / "other") == {"model.safetensors.index.json"}
 
 
-def test_two_saves_to_one_place_of_a_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two concurrent saves to a store, one makes the checkpoint and keeps its indexes. The other fails with a typed
-    error, and its files are removed."""
+def test_two_saves_to_one_path_of_a_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If two saves to a path of a store run at the same time, one makes the checkpoint and keeps its indexes. The other
+    fails with a typed error, and its files are removed."""
     with stores.s3() as (options, root):
         at = "s3://models/run/step-1"
         write, first = places.Place.write, [True]
@@ -467,8 +469,9 @@ def test_two_saves_to_one_place_of_a_store(monkeypatch: pytest.MonkeyPatch) -> N
         assert len(list(root.rglob("*.index.json"))) == 2
 
 
-def test_joined_tensors_are_rows_of_one() -> None:
-    """Only parts of a tensor cut along its first dimension can be joined. Others are refused before any write."""
+def test_only_rows_of_one_tensor_can_be_joined() -> None:
+    """Only the parts of a tensor that was cut along its first dimension can be joined. Other parts are refused before
+    any write."""
     from overwire.frameworks.spec import JoinedTensor
 
     for parts in (
@@ -489,8 +492,8 @@ def test_a_host_without_memory_files(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("refused", ["training/model-ow", "index.json", "checkpoint.json"])
-def test_a_store_that_refuses_in_the_middle(refused: str) -> None:
-    """A refusal by the store ends the save with a typed error and leaves nothing, and the next save works."""
+def test_a_store_that_refuses_a_request(refused: str) -> None:
+    """If the store refuses a request, the save ends with a typed error and leaves nothing. The next save works."""
     with stores.s3() as (options, root), stores.front(str(options["endpoint_url"])) as (url, between):
         options["endpoint_url"] = url
         at = "s3://models/run/step-1"
@@ -507,7 +510,7 @@ def test_a_store_that_refuses_in_the_middle(refused: str) -> None:
 
 
 def test_stager(tmp_path: Path) -> None:
-    """Staged values do not change with the tensors. Their buffers are reused, but not while in use."""
+    """Staged values do not change with the tensors. Their buffers are reused when they are no longer in use."""
     stager = CheckpointStager()
     tensors = state()
     want = state()
@@ -533,7 +536,8 @@ def test_stager(tmp_path: Path) -> None:
 
 
 def test_memory_that_other_ranks_map(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank maps only memory that was offered to it. Lack of host memory raises a typed error, and nothing is left."""
+    """A rank maps only memory that was offered to it. If host memory runs out, it raises a typed error and leaves
+    nothing."""
     memory = buffers.host_memory(5000, False)
     offer = buffers.offer_buffers()
     block = memory[256:300].view(torch.int32)

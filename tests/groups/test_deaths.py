@@ -1,4 +1,4 @@
-"""Tests ranks that die, stop, fail or never arrive around a group's first meeting."""
+"""Tests ranks that die, stop, fail or never arrive before or during the first load of a group."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ SLOW = [("before", "leave"), ("before", "away"), ("opening", "fail"), ("mapped",
 @pytest.mark.parametrize(
     ("point", "way"), [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
 )
-def test_the_others_name_a_rank_that_is_lost(tmp_path: Path, point: str, way: str) -> None:
-    """Every other rank gets an error that names the lost rank, immediately if it has died or failed, or at the group's
-    timeout if it stops or never arrives. No thread or descriptor is left, and a new group can load."""
+def test_errors_name_the_lost_rank(tmp_path: Path, point: str, way: str) -> None:
+    """Every other rank gets an error that names the lost rank: immediately if it has died or failed, or after the
+    group's timeout if it stops or never arrives. No thread or descriptor is left, and a new group can load."""
     torch.manual_seed(7)
     ow.save_file({f"w{at}": torch.randn(1024, 1024).bfloat16() for at in range(8)}, tmp_path / "model.safetensors")
     done = warm.run([ROOT / "tests" / "groups" / "group_deaths.py", tmp_path, point, way], env=cleaned())

@@ -1,4 +1,4 @@
-"""Tests that loads in a process group give each rank what one rank's load and slicing gives."""
+"""Tests that loads in a process group give each rank the same tensors as a load and slicing on one rank."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BLOCKS = ("blocks", "block_shards", "recorded")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Writes files with tensors of all kinds that a cut can meet: uneven, short, deep, empty and packed."""
+    """Writes files with tensors that are hard to cut: uneven, short, deep, empty and packed."""
     at = tmp_path_factory.mktemp("group")
     torch.manual_seed(3)
     tensors = {
@@ -61,7 +61,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def ranks(
     folder: Path, count: int, *steps: str, backend: str = "gloo", devices: tuple[str, ...] = (), exchange: str = "collective"
 ) -> None:
-    """Runs the steps of group_worker on count ranks, which must all succeed."""
+    """Runs the steps of group_worker on count ranks, and asserts that all succeed."""
     store = f"store-{count}-{backend}-{exchange}-{'-'.join(steps)}"
     env = {"WORLD_SIZE": str(count), "GROUP_BACKEND": backend, "OVERWIRE_EXCHANGE": exchange}
     if devices:
@@ -85,41 +85,41 @@ def test_four_ranks_map_each_others_memory(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("count", [2, 3])
-def test_ranks_that_say_their_blocks_read_each_byte_once(folder: Path, count: int) -> None:
+def test_ranks_that_request_blocks_read_each_byte_once(folder: Path, count: int) -> None:
     ranks(folder, count, *BLOCKS, *["block_hosts"] * (count == 3), "block_gone", exchange="mapped")
 
 
 @pytest.mark.parametrize("count", [2, *(pytest.param(count, marks=pytest.mark.slow) for count in (4, 8))])
-def test_every_verb_takes_every_source(folder: Path, count: int) -> None:
-    """load_file, stream (with and without max_memory) and load_model work with each transport on plain and compressed
+def test_every_function_loads_every_source(folder: Path, count: int) -> None:
+    """load_file, stream (with and without max_memory) and load_model work with each transport: on plain and compressed
     files, from disk, from a store and pinned, for whole tensors and slices."""
     ranks(folder, count, "cells")
 
 
-def test_what_fails_on_one_rank_ends_all(folder: Path) -> None:
+def test_a_failure_on_one_rank_ends_the_load_on_all(folder: Path) -> None:
     ranks(folder, 2, "refused", "closed", "interrupted", "stopped", "faults", exchange="mapped")
 
 
-def test_a_forked_child_takes_no_part(folder: Path) -> None:
+def test_a_forked_child_is_refused_by_the_group(folder: Path) -> None:
     """A forked child cannot use a group's stream, and the ranks continue."""
     ranks(folder, 2, "forked_streams", exchange="mapped")
 
 
-def test_ranks_have_the_same_file_open_and_keep_no_group(folder: Path) -> None:
+def test_ranks_open_the_same_file_and_groups_are_freed(folder: Path) -> None:
     ranks(folder, 2, "replaced", "freed", exchange="mapped")
 
 
-def test_ranks_share_what_lies_in_a_store(folder: Path) -> None:
+def test_ranks_share_the_reads_from_a_store(folder: Path) -> None:
     ranks(folder, 2, "block_stores", exchange="")
 
 
-def test_two_ranks_take_the_way_that_follows_from_where_files_are(folder: Path) -> None:
+def test_two_ranks_choose_the_transport(folder: Path) -> None:
     """Loads, streams and modules work with the default transport on the CPU and with collectives."""
     ranks(folder, 2, "streamed", "chosen", exchange="")
     ranks(folder, 2, "streamed")
 
 
-def test_ranks_that_map_each_others_memory_meet_three_times_a_load(folder: Path) -> None:
+def test_ranks_that_map_memory_need_three_collectives_per_load(folder: Path) -> None:
     ranks(folder, 2, "meetings")
 
 
@@ -129,9 +129,9 @@ def test_ranks_of_several_hosts_share_the_reading(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("hosts", [(1, 1, 1), (2, 2)])
-def test_hosts_with_networks_of_their_own_read_a_store_once(folder: Path, hosts: tuple[int, ...]) -> None:
-    """Hosts in separate namespaces with rate-limited links get each stored byte from the store once in total, and the
-    rest from each other over gloo."""
+def test_hosts_with_separate_networks_read_a_store_once(folder: Path, hosts: tuple[int, ...]) -> None:
+    """Hosts with separate namespaces and rate-limited links get each stored byte from the store once in total. They
+    send the bytes to each other over gloo."""
     done = warm.run([ROOT / "tests" / "groups" / "group_hosts.py", folder, *hosts], env=cleaned() | {"OVERWIRE_EXCHANGE": "auto"})
     if done.returncode == 77:
         pytest.skip(f"no namespaces: {done.stderr}")
@@ -178,8 +178,9 @@ def bench(*words: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.imports_torch
 @pytest.mark.parametrize("count", [1, *(pytest.param(count, marks=pytest.mark.slow) for count in (2, 3))])
 def test_bench_of_ranks(tmp_path: Path, count: int) -> None:
-    """`overwire bench --ranks` prints the baselines and a row for each coding, mode and transport, with compared bytes.
-    It includes other libraries or says why not, leaves no file, and runs no Python file in the working folder."""
+    """`overwire bench --ranks` compares the bytes, and prints the baselines and a row for each coding, mode and
+    transport. It includes other libraries or says why not. It leaves no file and runs no Python file of the working
+    folder."""
     here, there = tmp_path / "here", tmp_path / "there"
     here.mkdir()
     there.mkdir()
@@ -241,7 +242,7 @@ NOW = relays.Situation(4, 1, 4, gpu=True, remote=False, sends=True, unreachable=
         ("none", NOW, "none"),
     ],
 )
-def test_the_carrier_follows_from_the_situation(setting: str, now: relays.Situation, carrier: str) -> None:
+def test_the_chosen_transport(setting: str, now: relays.Situation, carrier: str) -> None:
     assert relays.choose_carrier(setting, now) == carrier
 
 
@@ -254,10 +255,10 @@ def test_blocks_cover_a_dimension_once() -> None:
             assert [hi - lo for lo, hi in blocks if hi > lo] == want
 
 
-def test_a_buffer_ends_below_2_gib_however_many_ranks_exchange(tmp_path: Path) -> None:
-    """Shares are multiples of 256 bytes, and 32 MiB for up to 63 ranks. A chunk of the default size fits for up to
-    2,047 ranks. If ranks map each other's memory, each uses at most 128 MiB plus 64 MiB per other rank, 48 MiB of it
-    for that rank's shares, and all together stay below 4 GiB."""
+def test_buffers_have_bounded_sizes_for_any_number_of_ranks(tmp_path: Path) -> None:
+    """A share is a multiple of 256 bytes, and 32 MiB for up to 63 ranks. A chunk of the default size fits for up to
+    2,047 ranks. If ranks map each other's memory, a rank's own buffers have at most 128 MiB plus 16 MiB per other rank,
+    and at most 256 MiB. Staging a rank's shares takes at most 48 MiB, and below 4 GiB for all ranks."""
     for count in [*range(1, 5000), 1 << 20]:
         share = relays.share_of_rank(count, relays.SHARE)
         assert share * count < 2 << 30 and share % 256 == 0 and (share == relays.SHARE) == (count < 64), count
@@ -274,7 +275,7 @@ def test_a_buffer_ends_below_2_gib_however_many_ranks_exchange(tmp_path: Path) -
         assert relays.do_chunks_fit(2047, room, mapped=False) and not relays.do_chunks_fit(2100, room, mapped=False)
 
 
-def test_the_carrier_has_space_for_each_chunk() -> None:
+def test_every_chunk_fits_into_the_chosen_transport() -> None:
     """For any number of ranks on a host, every chunk fits into the shares of the chosen transport."""
     room = (16 << 20) + 288  # a chunk of 16 MiB with its head
     chosen = set()
@@ -290,7 +291,7 @@ def test_the_carrier_has_space_for_each_chunk() -> None:
     assert chosen == {("mapped", False, False), ("collective", True, False), ("none", False, True)}
 
 
-def test_without_a_group_there_is_nothing_to_share(folder: Path) -> None:
+def test_sharding_needs_a_process_group(folder: Path) -> None:
     path = folder / "plain.safetensors"
     with pytest.raises(ow.ArgumentError, match="group"):
         ow.load_file(path, shard={"rows": 0})

@@ -1,4 +1,4 @@
-"""Drives a headless Chromium over its debugging pipe for the page tests."""
+"""Controls a headless Chromium over its debugging pipe, for the page tests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _KEYS = {"ArrowRight": 39, "ArrowLeft": 37, "ArrowUp": 38, "ArrowDown": 40, "Esc
 
 
 class Chromium:
-    """A browser with one page. `requests` lists the URLs that the page requests, and `errors` the errors of its
+    """A browser with one page. `requests` lists the URLs that the page has requested, and `errors` the errors of its
     scripts."""
 
     def __init__(self, profile: Path) -> None:
@@ -92,7 +92,7 @@ class Chromium:
         return result
 
     def view(self, width: int = 1200, height: int = 800, *, dark: bool = False) -> None:
-        """Sets the window size and the preferred colour scheme."""
+        """Sets the size of the window and the preferred colour scheme."""
         self._call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
         self._call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}])
 
@@ -123,11 +123,11 @@ class Chromium:
         self._call("Input.dispatchMouseEvent", type=kind, x=x, y=y, **more)
 
     def settle(self) -> None:
-        """Waits until pending drawing is done."""
+        """Waits until the page is drawn."""
         self.run("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => done(true))))")
 
     def picture(self, path: Path) -> bytes:
-        """Writes a PNG picture of the window, and returns it."""
+        """Writes a PNG picture of the window and returns it."""
         self.settle()
         data = base64.b64decode(self._call("Page.captureScreenshot", format="png")["data"])
         path.write_bytes(data)

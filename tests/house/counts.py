@@ -1,4 +1,4 @@
-"""Counts the lines and the vague names of each package and keeps the counts below ceilings that only fall.
+"""Counts the lines and the vague names of each package, and checks that the counts stay below ceilings that only fall.
 
 No line of Go or Python may have more than 120 columns, and no name may contain a word that the glossary has replaced.
 
@@ -45,7 +45,7 @@ WHY = "why"
 # Words that docs/glossary.md has replaced and no name may contain.
 RETIRED = set("""far told dog climb steep calm calmer lend lends lent borrow borrows borrowed team teams nobody somebody
     anybody everybody whoever handed""".split())
-# Names from other libraries' interfaces that contain one, by library.
+# Names of other libraries' interfaces that contain a replaced word, and the library.
 NAMES_OF_OTHERS = {"borrowed_tensors": "fastsafetensors", "borrow": "nvCOMP"}
 # Participles that do not end in "ed", and other words that are not nouns.
 NO_NOUNS = set("""made found said given held told kept taken left done seen written gone known meant sent drawn thrown
@@ -80,7 +80,7 @@ def is_participle(name: str) -> bool:
 
 
 def package_of(path: str) -> str:
-    """Returns the package that a file counts for."""
+    """Returns the package to which a file counts."""
     folders = path.split("/")[:-1]
     if folders[:1] == ["python"]:
         deep = 4 if len(folders) > 3 and folders[2] == "compat" else 3
@@ -93,7 +93,7 @@ def is_test(path: str) -> bool:
 
 
 def functions_and_values(path: str, text: str) -> tuple[list[str], list[str]]:
-    """Returns the names of the functions that a file defines, and of the values that it assigns."""
+    """Returns the names of the functions that a file defines and of the values that it assigns."""
     if path.endswith(".go"):
         values = [name for pair in GO_VALUES.findall(text) for name in (pair[0] or pair[1]).split(", ")]
         return GO_FUNCTION.findall(text), values
@@ -106,7 +106,7 @@ def functions_and_values(path: str, text: str) -> tuple[list[str], list[str]]:
 
 
 def identifiers(path: str, text: str) -> Iterator[str]:
-    """Returns every identifier of a file, without its comments and literals."""
+    """Yields every identifier of a file, without its comments and literals."""
     if path.endswith(".py"):
         for token in tokenize.generate_tokens(io.StringIO(text).readline):
             if token.type == tokenize.NAME:
@@ -116,7 +116,7 @@ def identifiers(path: str, text: str) -> Iterator[str]:
 
 
 def without_literals(text: str) -> str:
-    """Returns a Python program without its strings, but with its docstrings."""
+    """Returns a Python program without its strings. Docstrings stay."""
     lines = [line.encode() for line in text.split("\n")]
     nodes = list(ast.walk(ast.parse(text)))
     prose = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
@@ -163,7 +163,7 @@ def is_counted(path: str) -> bool:
 
 
 def sources(root: Path) -> dict[str, str]:
-    """Returns the counted sources by path. They are hand-written and not ignored by git."""
+    """Returns the text of each counted source by path. These sources are hand-written and not ignored by git."""
     listed = subprocess.run(
         ["git", "ls-files", "-co", "--exclude-standard"], cwd=root, stdout=subprocess.PIPE, text=True, check=True
     ).stdout.splitlines()
@@ -251,7 +251,7 @@ def read_table() -> Table:
 
 
 def sum_parts(counts: Counts) -> dict[str, Counter[str]]:
-    """Returns the sums of Go and C, of Python, of native Python, and of all."""
+    """Returns the sums of Go and C, of Python, of Python without compat, and of all."""
     parts = {
         "gosrc, cuda": [name for name in counts if name.startswith(("gosrc", "cuda"))],
         "python": [name for name in counts if name.startswith("overwire")],
@@ -278,7 +278,7 @@ def describe_sums(counts: Counts) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="lower the ceilings to the current counts")
-    parser.add_argument("--why", default="", help="with --write: also raise ceilings, for this reason")
+    parser.add_argument("--why", default="", help="with --write: also raise ceilings, and record this reason")
     options = parser.parse_args()
     texts = sources(ROOT)
     counts = count(texts)

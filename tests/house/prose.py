@@ -1,4 +1,4 @@
-"""Counts seven habits of our writing per 1,000 words and keeps each below a ceiling that only falls.
+"""Counts seven habits of writing per 1,000 words, and checks that each stays below a ceiling that only falls.
 
     python tests/house/prose.py            print the rates and the exceeded ceilings; exit with 1 if there are any
     python tests/house/prose.py --write    lower the ceilings in tests/house/prose.json to today's rates
@@ -22,7 +22,7 @@ import counts
 
 TABLE = counts.ROOT / "tests" / "house" / "prose.json"
 
-# CONTRIBUTING.md, "How to write", lists replacements.
+# CONTRIBUTING.md lists replacements in "How to write".
 HABITS = {
     "beside": re.compile(r"\bbeside\b", re.I),
     "alone": re.compile(r"(?<!\blet )(?<!\bleave )(?<!\bleft )(?<!\bleave it )\balone\b", re.I),
@@ -34,7 +34,8 @@ HABITS = {
 }
 SCOPES = ("pages", "go", "python", "messages", "tests")
 
-# Ceilings are rounded up to this step, so that deleting clean text does not exceed one. None falls below its aim.
+# Ceilings are rounded up to this step, so that deleting clean text does not exceed a ceiling. No ceiling falls below
+# its aim.
 STEP = 0.05
 AIMS = {"whose, of which": 0.3, "opening": 0.3, "behind": 0.1}  # the aim of the others is STEP
 
@@ -76,7 +77,7 @@ def paragraphs(text: str) -> Iterator[str]:
 
 
 def collect(root: Path = counts.ROOT) -> Texts:
-    """Returns all texts of the tree by scope."""
+    """Returns all texts of the repository by scope."""
     texts: Texts = {scope: [] for scope in SCOPES}
     for path, text in counts.sources(root).items():
         for scope, comment in comments(path, text):

@@ -1,6 +1,6 @@
-"""Tests that the archives have the right contents, are reproducible and install offline.
+"""Tests that the archives of a release have the right contents, are reproducible and install offline.
 
-The expensive archives are built once for the whole file.
+Archives that take long to build are built once for the whole file.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def tool(*argv: object, cwd: Path = ROOT, **env: str) -> str:
 
 @pytest.fixture(scope="module")
 def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns a folder with the sdist and the wheel built from it. build.py compares that wheel with one built from the
-    tree."""
+    """Returns a folder with the sdist and the wheel that is built from it. build.py compares this wheel with a wheel
+    that is built from the tree."""
     if os.environ.get("OVERWIRE_TEST_DIST"):  # already built
         return Path(os.environ["OVERWIRE_TEST_DIST"])
     out = tmp_path_factory.mktemp("dist")
@@ -57,9 +57,9 @@ def wheel(dist: Path) -> Path:
     return path
 
 
-def test_wheel_is_sound(wheel: Path) -> None:
-    """The wheel's library exports one symbol, needs only libc and no later glibc than its tag says, and uses the stable
-    ABI. RECORD is correct."""
+def test_the_wheel_passes_its_audit(wheel: Path) -> None:
+    """The wheel's library exports one symbol, needs only libc, uses the stable ABI, and needs no later glibc than its
+    tag says. RECORD is correct."""
     assert check.audit(wheel) == []
     assert re.fullmatch(rf"overwire-[\d.]+-cp310-abi3-manylinux_2_17_{platform.machine()}\.whl", wheel.name)
 
@@ -82,8 +82,8 @@ def test_every_linked_module_has_its_licence() -> None:
         assert name in page
 
 
-def test_the_package_page_leads_nowhere_wrong() -> None:
-    """The package page is the README with absolute links, and it names the tested Python versions."""
+def test_the_package_page_has_full_links() -> None:
+    """The package page is the README with full links. It names the tested Python versions."""
     page = setup.metadata()
     links = "[a](https://r/blob/main/b.md) [`c`](https://r/blob/main/d#e) [f](https://g/h) [i](#j)"
     assert setup.with_full_links("[a](b.md) [`c`](d#e) [f](https://g/h) [i](#j)", "https://r") == links
@@ -140,7 +140,7 @@ def test_wheel_contents(wheel: Path) -> None:
 
 
 def test_a_free_threaded_python_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The build and the import refuse a free-threaded Python and say why."""
+    """The build and the import refuse a free-threaded Python and give the reason."""
     monkeypatch.setattr(setup.sysconfig, "get_config_var", {"Py_GIL_DISABLED": 1}.get)
     with pytest.raises(SystemExit, match="free-threaded"):
         setup.machine()
@@ -148,7 +148,7 @@ def test_a_free_threaded_python_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
     assert "free-threaded" in tool(sys.executable, "-c", code, PYTHONPATH=str(ROOT / "python"))
 
 
-def test_the_machine_is_that_of_goarch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_goarch_selects_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """GOARCH selects the wheel's machine and GOEXPERIMENT. A machine without an engine is refused."""
     for goarch, machine, vectors in (("arm64", "aarch64", ""), ("amd64", "x86_64", "simd")):
         monkeypatch.setenv("GOARCH", goarch)
@@ -168,8 +168,9 @@ def test_wheel_runs_on(version: str, wheel: Path) -> None:
     assert check.smoke(wheel, python) == ""
 
 
-def test_library_names_no_place(wheel: Path) -> None:
-    """The library contains no path of the build machine. build.py also builds it in two folders and compares."""
+def test_the_library_has_no_path_of_the_build_machine(wheel: Path) -> None:
+    """The library contains no path of the build machine. build.py also builds it in two folders and compares the
+    files."""
     with zipfile.ZipFile(wheel) as z:
         built = z.read("overwire/_core.abi3.so")
     for word in (str(ROOT), str(Path.home()), tempfile.gettempdir()):
@@ -177,7 +178,7 @@ def test_library_names_no_place(wheel: Path) -> None:
 
 
 @pytest.mark.slow
-def test_glue_is_what_gen_writes(tmp_path: Path) -> None:
+def test_the_committed_glue_equals_the_generated_glue(tmp_path: Path) -> None:
     """gopy generates the committed glue byte for byte."""
     tools = ROOT / "build/bin"
     if not (tools / "gopy").exists():
@@ -189,7 +190,7 @@ def test_glue_is_what_gen_writes(tmp_path: Path) -> None:
         assert (tmp_path / name).read_text() == (ROOT / "gosrc/bind/core" / name).read_text(), f"{name}: run make gen"
 
 
-def test_python_tables_are_what_gen_writes(tmp_path: Path) -> None:
+def test_the_committed_python_tables_equal_the_generated_tables(tmp_path: Path) -> None:
     """gen_python.py generates the committed functions, types, dtypes, names and error classes from the engine's
     tables."""
     tool(sys.executable, "gosrc/bind/gen_python.py", tmp_path)
@@ -199,8 +200,8 @@ def test_python_tables_are_what_gen_writes(tmp_path: Path) -> None:
         assert (tmp_path / name).read_text() == (ROOT / "python/overwire" / name).read_text(), f"{name}: run make gen"
 
 
-def test_the_stub_is_of_the_module() -> None:
-    """The generated stub lists exactly the module's contents, and each function takes its signature's arguments."""
+def test_the_stub_matches_the_module() -> None:
+    """The generated stub lists exactly the contents of the module, and its signatures have the functions' arguments."""
     from overwire import _core
 
     stub = (ROOT / "python/overwire/_core.pyi").read_text()
@@ -215,8 +216,9 @@ def test_the_stub_is_of_the_module() -> None:
                 function(*[None] * wrong)
 
 
-def test_sdist_has_the_tree(dist: Path) -> None:
-    """The sdist contains everything that the wheel is built from, with one timestamp, and no built or hidden file."""
+def test_the_sdist_has_all_sources(dist: Path) -> None:
+    """The sdist contains everything that the build of the wheel needs, with one timestamp, and no built or hidden
+    file."""
     (path,) = dist.glob("*.tar.gz")
     with tarfile.open(path) as tar:
         members = tar.getmembers()
@@ -245,7 +247,7 @@ def test_installs_offline(how: str, dist: Path, wheel: Path, tmp_path: Path) -> 
     assert not list(venv.glob("lib/*/site-packages/*overwire*"))
 
 
-def test_no_compiler_no_go_is_said_plainly(tmp_path: Path) -> None:
+def test_a_build_without_go_says_so(tmp_path: Path) -> None:
     """Without Go on PATH, the build says what is missing and prints no traceback."""
     done = subprocess.run(
         [sys.executable, "setup.py", "ext"], cwd=ROOT, env={"PATH": str(tmp_path)}, capture_output=True, text=True, check=False
@@ -253,7 +255,7 @@ def test_no_compiler_no_go_is_said_plainly(tmp_path: Path) -> None:
     assert done.returncode and "needs Go" in done.stderr and "Traceback" not in done.stderr
 
 
-def test_floor_is_enforced() -> None:
+def test_the_elf_reader() -> None:
     """The ELF reader finds the exports, the libraries and the glibc versions of the built library."""
     elf = Elf((ROOT / "python/overwire/_core.abi3.so").read_bytes())
     assert elf.exports() == ["PyInit__core"] and elf.needed() == ["libc.so.6"]
@@ -280,8 +282,8 @@ def test_there_is_one_version() -> None:
 
 
 def test_the_changelog_keeps_its_form() -> None:
-    """Each version in the changelog uses sections of keepachangelog.com at most once. Entries have at most two lines of
-    120 columns."""
+    """Each version in the changelog uses each section of keepachangelog.com at most once. Entries have at most two
+    lines of 120 columns."""
     text = (ROOT / "CHANGELOG.md").read_text()
     versions = text.split("\n## ")[1:]
     for version in versions:

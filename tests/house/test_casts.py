@@ -7,6 +7,7 @@ from overwire._tables import BITS, CAST_FROM, CAST_TO, FLOATS
 
 
 def test_the_lists_of_casts_agree() -> None:
-    """Only floats are cast, to dtypes of more than 8 bits that are also cast from."""
+    """Only floats are cast. A dtype can be the result of a cast if it can also be its source and has more than 8
+    bits."""
     assert CAST_FROM <= FLOATS
     assert {name for name in CAST_FROM if BITS[name] > 8} == CAST_TO

@@ -19,12 +19,13 @@ def rows(texts: dict[str, str]) -> counts.Counts:
 
 
 def test_every_package_is_below_its_ceilings(rows: counts.Counts) -> None:
-    """No package has more lines, one-word functions or participles for values than tests/house/counts.json allows."""
+    """No package has more lines, functions with one-word names or values named by participles than its ceilings
+    allow."""
     assert counts.excesses(rows, counts.read_table()) == []
 
 
 def test_lines_fit(texts: dict[str, str]) -> None:
-    """No line of Go or Python has more than 120 columns, apart from literals in tests."""
+    """No line of Go or Python has more than 120 columns, except lines with literals in tests."""
     assert counts.overlong(texts) == []
 
 
@@ -35,7 +36,7 @@ def test_no_name_has_a_retired_word(texts: dict[str, str]) -> None:
     assert counts.NAMES_OF_OTHERS.keys() <= names
 
 
-def test_names_say_their_object(rows: counts.Counts) -> None:
+def test_the_share_of_vague_names_is_limited(rows: counts.Counts) -> None:
     """At most 45 % of Go functions and 35 % of native Python functions have one-word names. At most 2 % of values are
     named by participles."""
     assert counts.vague(rows) == []
@@ -81,7 +82,7 @@ int ow_pad_block(int n);
     ],
 )
 def test_what_is_counted(path: str, text: str, expected: dict[str, int]) -> None:
-    """Functions, values, identifiers and lines of each language are counted, without names in comments or literals."""
+    """Functions, values, identifiers and lines of each language are counted. Names in comments and literals are not."""
     row = counts.count_file(path, text)
     assert {name: row[name] for name in expected} == expected
 
@@ -110,7 +111,8 @@ import x  # noqa: {LONG}
     ],
 )
 def test_which_lines_are_long(path: str, text: str, lines: list[int]) -> None:
-    """Literals in tests may be long. Code, comments and docstrings may not, except for a pragma at the end."""
+    """Literals in tests may be long. Code, comments and docstrings may not, except for a pragma at the end of a
+    line."""
     assert counts.long_lines(path, text) == lines
     assert [sentence.split(" ")[0] for sentence in counts.overlong({path: text})] == [f"{path}:{n}" for n in lines]
 
@@ -120,21 +122,22 @@ def test_which_lines_are_long(path: str, text: str, lines: list[int]) -> None:
     [("gosrc/x/x.go", GO, "told"), ("python/overwire/a.py", PYTHON, "save_far"), ("cuda/a.cuh", C, "far")],
 )
 def test_which_names_are_retired(path: str, text: str, name: str) -> None:
-    """Every word of a name is checked in each language, but not in comments, literals and tests."""
+    """Every word of a name is checked in each language, except in comments, literals and tests."""
     (sentence,) = counts.retired({path: text, "tests/a.py": PYTHON})
     assert sentence.startswith(f"{path}: ") and f"`{name}`" in sentence
 
 
 def test_identifiers_are_split_into_words() -> None:
-    """The parts of snake_case and camelCase names, acronyms, and names with C's prefix are separate words."""
+    """The parts of snake_case and camelCase names, and acronyms, are separate words. C's prefix is not a word."""
     names = ("save_far", "saveFar", "HTTPServer", "_tell", "ow_pad", "x16")
     assert [counts.words_of(name) for name in names] == [
         ["save", "far"], ["save", "far"], ["http", "server"], ["tell"], ["pad"], ["x"],
     ]  # fmt: skip
 
 
-def test_ceilings_fall_and_rise_for_a_reason_alone() -> None:
-    """A lower count lowers its ceiling. A higher count is reported until its ceiling is raised with a stored reason."""
+def test_ceilings_only_rise_with_a_reason() -> None:
+    """A lower count lowers its ceiling. A higher count is reported until its ceiling is raised with a recorded
+    reason."""
     row = dict.fromkeys(counts.COLUMNS, 7)
     table = counts.new_table({"gosrc/x": row}, {})
     assert table == {"gosrc/x": row | {"lines": 50}}

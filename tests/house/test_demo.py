@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_demo():
-    """The demo runs on the real weights, if they can be downloaded, and on a small generated model."""
+    """The demo runs on a small generated model and, if they can be downloaded, on real weights."""
     pytest.importorskip("numpy")
     pytest.importorskip("ml_dtypes")
     done = subprocess.run(
@@ -38,7 +38,7 @@ def test_make_targets_exist():
 
 
 def test_no_figure_is_left_blank_in_a_release():
-    """In a release, no figure on the pages is still a placeholder."""
+    """In a release, no page has a placeholder for a figure."""
     if not os.environ.get("OVERWIRE_TEST_RELEASE"):
         pytest.skip("only with OVERWIRE_TEST_RELEASE=1")
     for page in (ROOT / "README.md", *(ROOT / "docs").glob("benchmarks/**/*.md"), ROOT / "docs/benchmarks.md"):

@@ -28,13 +28,13 @@ def prose(page: Path) -> str:
 
 
 def places(page: Path) -> set[str]:
-    """Returns the anchors of a page's headings, as GitHub and the site make them."""
+    """Returns the anchors of a page's headings, as on GitHub and on the site."""
     text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
     plain = [re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", line) for line in re.findall(r"^#+ (.*)$", text, re.M)]
     return {re.sub(r"[^\w\- ]", "", line.lower()).strip().replace(" ", "-") for line in plain}
 
 
-def test_pages_link_to_what_is_there() -> None:
+def test_links_of_pages_exist() -> None:
     """Links lead to existing files, pictures and headings."""
     for page in PAGES:
         for target, place in re.findall(r"\]\(([^)#:\s]*)(?:#([^)\s]*))?\)", prose(page)):
@@ -53,7 +53,7 @@ def test_the_site_has_every_page() -> None:
     assert len(listed) == len(set(listed)) and set(listed) == there, set(listed) ^ there
 
 
-def test_every_public_name_has_its_place_in_the_api() -> None:
+def test_every_public_name_is_in_the_api_pages() -> None:
     """Each public name and module is in the API pages once, with the directive of its kind."""
     text = "".join(page.read_text(encoding="utf-8") for page in sorted((ROOT / "docs/api").glob("*.md")))
     found = re.findall(r"^\.\. auto(\w+):: overwire\.(\w+)$", text, re.M)
@@ -68,7 +68,7 @@ def test_every_public_name_has_its_place_in_the_api() -> None:
 
 
 def test_functions_document_their_errors() -> None:
-    """A function's docstring, or the one that it refers to, says which errors it raises."""
+    """A function's docstring says which errors the function raises, or refers to a docstring that does."""
     for name in sorted(set(overwire.__all__)):
         thing = getattr(overwire, name)
         if callable(thing) and not isinstance(thing, type):
@@ -76,7 +76,7 @@ def test_functions_document_their_errors() -> None:
 
 
 def test_every_error_has_its_help() -> None:
-    """Each error has one section that says what it means, with its built-in class, and what to do."""
+    """Each error has one section that says what the error means, what its built-in class is, and what to do."""
     text = (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8")
     sections = dict(re.findall(r"^### (\w+)\n(.*?)(?=^##)", text, re.M | re.S))
     assert set(sections) == ERRORS
@@ -86,8 +86,8 @@ def test_every_error_has_its_help() -> None:
             assert base in (overwire.OverwireError, Exception) or f"`{base.__name__}`" in section or base.__name__ in section, (name, base)
 
 
-def test_exit_statuses_are_those_of_the_command() -> None:
-    """The table in docs/troubleshooting.md equals the engine's."""
+def test_exit_statuses_equal_the_commands() -> None:
+    """The table of exit statuses in docs/troubleshooting.md equals the engine's table."""
     text = (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| (\d+) \| (.*) \|$", text, re.M)
     said = {name: status for status, row in rows for name in re.findall(r"\w+(?:Error|Failure)", row)}
@@ -117,8 +117,8 @@ def text_of_figures() -> str:
     return "".join(page.read_text(encoding="utf-8") for page in FIGURES)
 
 
-def test_the_figures_of_the_readme_are_those_of_the_pages() -> None:
-    """Each cell of the README's table has one number. Each number is also in docs/benchmarks.md or docs/benchmarks/,
+def test_the_readmes_figures_are_on_the_pages() -> None:
+    """Each cell of the README's table has one number. Each number is also on docs/benchmarks.md or in docs/benchmarks/,
     which describe the measurement."""
     section = (ROOT / "README.md").read_text(encoding="utf-8").split("## Figures")[1].split("\n## ")[0]
     rows = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| ")][1:]
@@ -140,8 +140,8 @@ def test_the_badges_are_true() -> None:
     assert "\ndependencies" not in project and ">none<" in badges
 
 
-def test_the_page_of_versions_is_what_is_tested() -> None:
-    """The versions in docs/compatibility.md are those that the tests install."""
+def test_the_page_of_versions_lists_the_tested_versions() -> None:
+    """The versions in docs/compatibility.md are the versions that the tests install."""
     text = (ROOT / "docs/compatibility.md").read_text(encoding="utf-8").split("## Tested with")[1].split("## ")[0]
     rows = re.findall(r"^\| ([a-z_, ]+) \| (\d[\d., ]*) \|", text, re.M)
     tested = {
@@ -156,8 +156,8 @@ def test_the_page_of_versions_is_what_is_tested() -> None:
 
 
 def test_plots_show_figures_of_the_benchmarks() -> None:
-    """Each number in a plot is on a benchmark page in the line that the plot names, and so is the command that measured
-    it. The committed SVG shows it, with title and description, and no other files are in the folder."""
+    """Each number in a plot is on a benchmark page, in the line that the plot names. The page also has the command that
+    measured it. The committed SVG shows the number, a title and a description. The folder has no other files."""
     folder = ROOT / "docs/plots"
     text = text_of_figures()
     plots = json.loads((folder / "figures.json").read_text(encoding="utf-8"))["plots"]
@@ -217,7 +217,7 @@ def test_each_row_names_its_tests(page: str, least: int) -> None:
 
 
 def test_slow_tests_are_marked_as_such() -> None:
-    """A * marks exactly the tests that `make test` leaves out."""
+    """A * marks exactly the tests that `make test` does not run."""
     slow = set()
     for path in (ROOT / "tests").rglob("test_nyacomp*.py"):
         slow |= set(re.findall(r"^@pytest\.mark\.slow\n(?:@.*\n)*def (test_\w+)", path.read_text(), re.M))

@@ -12,7 +12,7 @@ import warm
 from conftest import ROOT, cleaned
 
 # demo.py takes too long here. `make demo` runs it.
-AT_IMPORT = {"preloading.py"}  # needs a process that has not imported torch
+AT_IMPORT = {"preloading.py"}  # need a process that has not imported torch
 EXAMPLES = sorted(p.name for p in (ROOT / "examples").glob("*.py") if p.name != "demo.py")
 
 
@@ -33,7 +33,7 @@ def test_notebook(tmp_path: Path) -> None:
     program = ["shown = []"]
     for cell in cells:
         body = ast.parse("".join(cell["source"])).body
-        if isinstance(last := body[-1], ast.Expr):  # a notebook displays the value of a cell's last expression
+        if isinstance(last := body[-1], ast.Expr):  # a notebook displays the value of the last expression in a cell
             body[-1] = ast.parse(f"shown.append({ast.unparse(last)})").body[0]
         program.append(ast.unparse(ast.Module(body, [])))
     program.append("assert sum('<table' in getattr(one, '_repr_html_', str)() for one in shown) > 1, shown")

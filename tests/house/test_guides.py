@@ -17,12 +17,12 @@ from conftest import ROOT, cleaned
 
 
 def blocks(page: str, language: str) -> list[str]:
-    """Returns the code blocks of a page."""
+    """Returns the code blocks of a page in a language."""
     return re.findall(rf"^```{language}\n(.*?)^```", (ROOT / page).read_text(encoding="utf-8"), re.M | re.S)
 
 
 def prepare(folder: Path) -> None:
-    """Creates a model in one file and a model in shards, which the pages' examples and commands use."""
+    """Creates a model in one file and a model in shards for the examples and commands of the pages."""
     np = pytest.importorskip("numpy")
     weights = {"embed": np.random.default_rng(0).normal(0, 0.02, (512, 64)).astype("float32"), "bias": np.zeros(512, "float32")}
     overwire.save_file(weights, folder / "model.safetensors")
@@ -59,7 +59,7 @@ def test_guides_run(page: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("page", API)
-def test_examples_of_the_api_print_what_they_show(page: str, tmp_path: Path) -> None:
+def test_examples_of_the_api_print_their_output(page: str, tmp_path: Path) -> None:
     pytest.importorskip("torch")
     prepare(tmp_path)
     (tmp_path / "page.txt").write_text("\n".join(blocks(f"docs/api/{page}.md", "pycon")))
@@ -68,15 +68,15 @@ def test_examples_of_the_api_print_what_they_show(page: str, tmp_path: Path) -> 
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-# Tests that run the Python code of other pages, by page.
+# Python code of these pages is run by other tests.
 ELSEWHERE = {"portable": "formats/test_portable.py", "stores": "house/test_guides.py", "transformers": "engines/test_transformers.py"}
-# Pages with code that no test can run here, and what is tested instead.
+# No test can run the code of these pages here. The value says what is tested instead.
 UNRUN = {"live-updates": "needs a trainer and engines; examples/live_updates.py runs instead, and engine tests run vLLM and SGLang"}
 
 
-def test_each_page_is_run() -> None:
-    """Each page's Python code is run by a test or listed in UNRUN with a reason. Its imports from overwire always
-    exist."""
+def test_the_code_of_each_page_is_run() -> None:
+    """The Python code of each page is run by a test, or the page is in UNRUN with a reason. Names that it imports from
+    overwire always exist."""
     for path in sorted([*(ROOT / "docs").glob("*.md"), *(ROOT / "docs/api").glob("*.md")]):
         page = str(path.relative_to(ROOT / "docs").with_suffix(""))
         code = blocks(f"docs/{page}.md", "python") + blocks(f"docs/{page}.md", "pycon")
@@ -91,7 +91,7 @@ def test_each_page_is_run() -> None:
 
 
 def test_commands_of_all_pages_exist() -> None:
-    """Each overwire command on any page has a name and options that the command line knows."""
+    """Each overwire command on any page has a name and options that the command line accepts."""
     helps: dict[str, str] = {}
     for path in sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")]):
         page = str(path.relative_to(ROOT).with_suffix(""))
@@ -107,8 +107,8 @@ def test_commands_of_all_pages_exist() -> None:
 
 
 def test_the_commands_of_encrypted_files_run(tmp_path: Path) -> None:
-    """The shell commands of the tensorizer page run as pasted after its Python code. Decrypting with the keys and
-    passwords gives the same tensors."""
+    """The shell commands of the tensorizer page run unchanged after the page's Python code. Decrypting with the keys
+    and passwords gives the same tensors."""
     np = pytest.importorskip("numpy")
     weights = {"w": np.arange(4096, dtype="f4")}
     overwire.save_file(weights, tmp_path / "model.tensors")
@@ -125,8 +125,8 @@ def test_the_commands_of_encrypted_files_run(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.imports_torch
 @pytest.mark.parametrize("name", ["fastsafetensors", "nyacomp", "tensorizer"])
-def test_the_ways_into_drop_ins_run(name: str, tmp_path: Path) -> None:
-    """Each shell line on a drop-in's page runs as pasted, with a program that imports the library by its own name."""
+def test_the_shell_lines_of_drop_ins_run(name: str, tmp_path: Path) -> None:
+    """Each shell line on a drop-in's page runs unchanged, with a program that imports the library by its own name."""
     (block,) = (text for text in blocks(f"docs/{name}.md", "sh") if "program.py" in text)
     ours = f'import overwire.compat; assert "overwire" in {name}.__file__, {name}.__file__\n'
     (tmp_path / "program.py").write_text(f"import {name}\n{ours}")
@@ -145,7 +145,7 @@ def test_functions_show_an_example() -> None:
 
 
 def test_the_commands_run(tmp_path: Path) -> None:
-    """The commands on the command-line page run as pasted, with a local server as https://host. Commands that need a
+    """The commands of the command-line page run unchanged, with a local server as https://host. Commands that need a
     GPU, take minutes or never end are left out."""
     prepare(tmp_path)
     (tmp_path / "model.safetensors").unlink()
@@ -193,14 +193,14 @@ def test_the_guide_to_stores_runs(tmp_path: Path) -> None:
 
 
 def commands(page: str) -> list[list[str]]:
-    """Returns a page's overwire commands, split as a shell would split them."""
+    """Returns a page's overwire commands, split into words like in a shell."""
     lines = [line for block in blocks(page, "sh") for line in block.splitlines()]
     return [shlex.split(line, comments=True) for line in lines if line.startswith("overwire ")]
 
 
 @pytest.mark.parametrize("page, least", [("README", 2), ("docs/start", 5)])
 def test_the_first_minute_runs(page: str, least: int, tmp_path: Path) -> None:
-    """The commands of the page run in order in an empty folder."""
+    """The commands of a page run in order in an empty folder."""
     lines = commands(f"{page}.md")
     assert len(lines) >= least
     for words in lines:
@@ -208,7 +208,7 @@ def test_the_first_minute_runs(page: str, least: int, tmp_path: Path) -> None:
         assert done.returncode == 0, (words, done.stderr)
 
 
-def test_files_for_production_name_what_is_there() -> None:
+def test_files_for_production_name_existing_settings() -> None:
     """Settings, commands and load formats in the Dockerfile and the Kubernetes deployment exist. The YAML is valid."""
     yaml = pytest.importorskip("yaml")
     folder = ROOT / "examples/production"

@@ -1,4 +1,4 @@
-"""Checks that imports between the layers of python/overwire go only downwards and form no circle.
+"""Checks that imports in python/overwire go only from higher to lower layers and form no circle.
 
 All imports count, even inside functions and for type checkers. So do modules named in a string
 (`sys.modules["overwire..."]`). ALLOWED lists exceptions with their reasons.
@@ -23,19 +23,19 @@ pytestmark = pytest.mark.xdist_group("house")  # one worker parses the package o
 
 PACKAGE = Path(overwire.__file__).parent
 
-# Layers from bottom to top, with patterns of module names without "overwire.". A module may import its own and lower
-# ones.
+# Layers from bottom to top, with patterns of module names without "overwire.". A module may import modules of its own
+# and of lower layers.
 LAYERS: list[tuple[str, str]] = [
     ("words", """errors dtypes paths files filekinds _apart _children _environment _imports _locks _notebook _order _run
                  _tables _undo"""),
-    ("portable", "portable portable.*"),  # forked children read with it
+    ("portable", "portable portable.*"),  # forked children read with these modules
     ("engine", "_core _engine _requests _verbs progress captures counting metering jobs codecs gpu"),
     ("frameworks", "frameworks frameworks.*"),
-    # Readers of other libraries' files and of possibly hostile pickles, which loads also use. rebuild keeps its name,
-    # because pickles contain it.
+    # These modules read other libraries' files and pickles that may be hostile. Loads also use them. rebuild keeps its
+    # name, because pickles contain it.
     ("foreign", """foreign foreign.* rebuild bundles.allowlist bundles.budget bundles.machine bundles.tensors
                    bundles.torcharchive bundles.torchfiles bundles.unpickling"""),
-    # Loads and preloads also find the containers of bundles.
+    # Loads and preloads also find the containers of bundles, so those two modules are here.
     ("model", "model model.* stores records fleet fleet.* bundles.containers bundles.manifest"),
     ("distributed", "distributed distributed.*"),  # below the public functions, because load_file(group=) uses it
     ("verbs", "verbs verbs.*"),
@@ -44,14 +44,14 @@ LAYERS: list[tuple[str, str]] = [
     ("checkpoints", "checkpoints checkpoints.*"),
     ("compat_api", "_compat_api"),
     ("outside", "compat compat.* integrations integrations.*"),
-    ("programs", "__main__ _against _bench _bench_* _torch"),  # commands, which run in their own processes
+    ("programs", "__main__ _against _bench _bench_* _torch"),  # programs that run in their own processes
 ]
 
-# Modules that outside code may import, besides the names in overwire.__all__.
-# `_undo` has context managers that know nothing of overwire.
+# Code outside the core may import these modules and the names in overwire.__all__. `_undo` has context managers that
+# are independent of overwire.
 PUBLIC = {"checkpoints", "codecs", "distributed", "errors", "gpu", "_compat_api", "_undo", "records", "stores"}
 
-# Modules that users import by name and that define __all__. In other modules, names without an underscore are public.
+# Users import these modules by name, and they define __all__. In other modules, names without an underscore are public.
 DOORS = [*PUBLIC, *"""
     portable.door integrations integrations.vllm integrations.sglang compat compat.fastsafetensors compat.nvcomp
     compat.nyacomp compat.fastsafetensors.copier compat.nvcomp.external_memory compat.nyacomp.hf
@@ -61,10 +61,10 @@ DOORS = [*PUBLIC, *"""
     integrations.ray integrations.transformers
 """.split()]
 
-# Modules for several integrations. `pushes` is also an entry point for trainers.
+# Several integrations use these modules. `pushes` is also an entry point for trainers.
 COMMON = "integrations.pushes integrations.devices integrations.load_plan* integrations.kept_model*"
 
-# Exceptions: (importer, imported) -> reason.
+# Allowed exceptions: (importer, imported) -> reason.
 ALLOWED = {
     ("integrations.vllm", "_core"): "checks sys.modules for a running engine, because a fork would break it; imports nothing",
     ("integrations.vllm", "integrations.modelexpress"): "vLLM's call in each process is the only hook for ModelExpress",
@@ -143,7 +143,7 @@ def layer_of(name: str) -> int | None:
 
 
 def findings(package: Path, public: set[str]) -> list[str]:
-    """Returns the broken rules, one line each."""
+    """Returns a line for each broken rule."""
     out = []
     outside = [name for name, _ in LAYERS].index("outside")
     known = modules(package)
@@ -155,7 +155,7 @@ def findings(package: Path, public: set[str]) -> list[str]:
         where = f"{one.importer}:{one.line} imports {one.imported or 'overwire'}"
         mine, theirs = layer_of(one.importer), layer_of(one.imported)
         if not one.importer or one.importer == "_compat_api" or mine is None or (one.importer, one.imported) in ALLOWED:
-            continue  # the two tables of names, or already reported
+            continue  # the tables of names, or reported above
         if mine == outside:
             wing, other = one.importer.split(".")[:2], one.imported.split(".")[:2]
             shared = any(fnmatchcase(one.imported, pattern) for pattern in COMMON.split())
@@ -178,7 +178,7 @@ def findings(package: Path, public: set[str]) -> list[str]:
 
 
 def circles(edges: dict[str, set[str]]) -> list[list[str]]:
-    """Returns the first circle found for each module that closes one."""
+    """Returns the first circle for each module that closes a circle."""
     state: dict[str, int] = {}
     path: list[str] = []
     out = []
@@ -200,7 +200,7 @@ def circles(edges: dict[str, set[str]]) -> list[list[str]]:
     return out
 
 
-def test_imports_go_downward() -> None:
+def test_imports_only_go_to_lower_layers() -> None:
     assert findings(PACKAGE, {*overwire.__all__, *overwire._NYACOMP}) == []
 
 
@@ -209,7 +209,7 @@ def test_every_exception_is_needed() -> None:
     assert set(ALLOWED) <= {(one.importer, one.imported) for one in imports(PACKAGE)}
 
 
-# The names of torch.distributed's collectives and sends.
+# Names of collectives and sends in torch.distributed.
 COLLECTIVE = (
     "all_gather* all_reduce* all_to_all* barrier batch_isend_irecv broadcast broadcast_object_list gather* irecv isend monitored_barrier "
     "new_group new_subgroups* recv* reduce* scatter* send send_object_list"
@@ -217,7 +217,7 @@ COLLECTIVE = (
 
 
 def collectives(path: Path) -> list[int]:
-    """Returns the lines of a module that call a torch.distributed collective under any import name."""
+    """Returns the lines of a module that call a collective of torch.distributed under any import name."""
     tree = tree_of(path)
     names = {"dist", "_dist", "torch_dist"}
     for node in ast.walk(tree):
@@ -231,24 +231,24 @@ def collectives(path: Path) -> list[int]:
     return [node.lineno for node in calls if ast.unparse(node.value).rpartition(".")[2] in {*names, "distributed"}]
 
 
-def test_one_module_names_collectives() -> None:
-    """Only distributed.group calls collectives for loading ranks, so their order is known, and only
-    checkpoints.exchange for saving ranks. Integrations have their own groups."""
+def test_two_modules_call_collectives() -> None:
+    """Only distributed.group calls collectives in loads, and only checkpoints.exchange in saves, so that their order is
+    known. Integrations have their own groups."""
     inside = {name: path for name, path in modules(PACKAGE).items() if (layer_of(name) or 0) < layer_of("compat")}
     assert [name for name, path in inside.items() if collectives(path)] == ["checkpoints.exchange", "distributed.group"]
 
 
-# A package or module with such a name says nothing about its duty. The Go rules have the same list.
+# Names that say nothing about the duty of a package or module. The rules for Go have the same list.
 VAGUE = {"util", "utils", "common", "helper", "helpers", "misc", "shared", "base", "lib"}
 
 
 def test_modules_are_named_after_their_duty() -> None:
-    """No package or module is called shared, or has another such name. compat has the names of other libraries."""
+    """No package or module has a vague name, such as shared. compat has the names of other libraries."""
     own = [name for name in modules(PACKAGE) if not name.startswith("compat.")]
     assert [name for name in own if VAGUE.intersection(part.strip("_") for part in name.split("."))] == []
 
 
-# Where each mode of loading is defined.
+# The modules that define the modes of loading.
 MODES = {"ForkedModel": "model.forked", "open_load": "distributed.tensors", "load_on": "verbs.deltas"}
 
 
@@ -263,62 +263,63 @@ def names_in(tree: ast.AST) -> set[str]:
 
 
 def test_one_module_chooses_the_mode_of_a_load() -> None:
-    """Functions that load a model get a `Loader` and do not choose between a forked child, a group and deltas."""
+    """Functions that load a model get a `Loader`. They do not choose between a forked child, a group and deltas."""
     used = {module: names_in(tree_of(path)) for module, path in modules(PACKAGE).items()}
     for name, home in MODES.items():
         assert {module for module, names in used.items() if name in names} - {home} == {"verbs.loader"}, name
 
 
-# The number of handlers in each module that catch every exception, look at it and then decide. All other modules use
-# the context managers of `_undo`.
+# These modules have handlers that catch every exception and then decide what to do: their number and the reason. All
+# other modules use the context managers of `_undo`.
 CATCHING = {
-    "_imports": 1,  # `after_error` uses it
-    "checkpoints.exchange": 1,  # sends it to the other ranks
-    "checkpoints.groups": 1,  # raises another one
-    "compat.fastsafetensors.copier.base": 1,  # keeps another one
-    "distributed.group": 2,  # send it to the other ranks, or keep an interrupt
-    "integrations.transformers": 1,  # passes it to a Future
-    "model.opened": 1,  # counts it by its kind
-    "verbs.ahead": 1,  # raises only some of them
+    "_imports": 1,  # used by `after_error`
+    "checkpoints.exchange": 1,  # sends the error to the other ranks
+    "checkpoints.groups": 1,  # raises another error
+    "compat.fastsafetensors.copier.base": 1,  # keeps another error
+    "distributed.group": 2,  # send the error to the other ranks, or keep an interrupt
+    "integrations.transformers": 1,  # passes the error to a Future
+    "model.opened": 1,  # counts errors by their kind
+    "verbs.ahead": 1,  # raises only some errors
     "verbs.streams": 1,  # the end of a stream is not an error
 }
 
 
 def catching(path: Path) -> int:
-    """Returns the number of a module's handlers that catch every exception."""
+    """Returns how many handlers of a module catch every exception."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     kinds = [node.type for node in ast.walk(tree) if isinstance(node, ast.ExceptHandler)]
     return sum(kind is None or "BaseException" in ast.unparse(kind) for kind in kinds)
 
 
 def test_few_handlers_catch_every_exception() -> None:
-    """Few modules catch every exception. Others undo their work with `after_error`, which also works after Ctrl-C and
-    if the undoing fails."""
+    """Few modules catch every exception. Other modules undo their work with `after_error`, which works even after
+    Ctrl-C and if the undoing fails."""
     found = {name: catching(path) for name, path in modules(PACKAGE).items() if path.suffix == ".py"}
     assert {name: count for name, count in found.items() if count} == CATCHING
 
 
-# Functions with which these modules themselves publish files or make them durable. All other modules ask the engine,
-# through `stores`.
+# These functions publish files or make them durable. Only the listed modules call them. All other modules use the
+# engine, through `stores`.
 PUBLISHING = ("os.replace", "os.rename", "os.renames", "os.link", "os.symlink", "os.fsync", "os.fdatasync", "shutil.move")
 SCRATCH = "tempfile"
 WRITING = {
-    "_against": {"tempfile"},  # converts to a folder that it removes
-    "_bench": {"tempfile"},  # measures in a folder that it removes
+    "_against": {"tempfile"},  # converts to a temporary folder
+    "_bench": {"tempfile"},  # measures in a temporary folder
     "_bench_faces": {"tempfile"},
     "_bench_saves": {"os.fsync"},  # measures the disk
     "bundles.bundle": {"os.link"},  # gives a published container a second name
     "bundles.torcharchive": {"tempfile"},  # an unnamed file
-    "bundles.torchfolders": {"os.link", "tempfile"},  # a folder that is read by the engine, and removed
+    "bundles.torchfolders": {"os.link", "tempfile"},  # a temporary folder that the engine reads
     "compat.nyacomp._nyacomp": {"tempfile"},
-    "integrations.pushes": {"tempfile"},  # the folder of a trainer that names none
+    "integrations.pushes": {"tempfile"},  # the default folder of trainers
     "portable.files": {"os.replace", "os.fsync", "tempfile"},  # works without the engine
-    "stores": {"os.link", "tempfile"},  # names an unnamed file, which the engine then publishes
+    "stores": {"os.link", "tempfile"},  # gives an unnamed file a name, and the engine publishes it
 }
 
 
 def writing(path: Path) -> set[str]:
-    """Returns the functions of PUBLISHING that a module uses, under any import name, and SCRATCH if it imports that."""
+    """Returns the functions of PUBLISHING that a module uses, under any import name, and SCRATCH if the module imports
+    it."""
     uses = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Attribute):
@@ -331,8 +332,8 @@ def writing(path: Path) -> set[str]:
 
 
 def test_the_engine_publishes_files() -> None:
-    """Only the engine gives new files their names and syncs them, so that one place decides about links, modes, owners
-    and interrupted writes. Modules with other temporary files are listed with the reason."""
+    """Only the engine gives new files their names and syncs them, so that one place handles links, modes, owners and
+    interrupted writes. Modules with temporary files are listed with a reason."""
     found = {name: writing(path) for name, path in modules(PACKAGE).items() if path.suffix == ".py"}
     assert {name: uses for name, uses in found.items() if uses} == WRITING
 
@@ -387,7 +388,7 @@ TREE = {
         ("new.py", "", "new: in no layer"),
     ],
 )
-def test_what_breaks_a_rule_is_found(tmp_path: Path, path: str, text: str, found: str) -> None:
+def test_broken_rules_are_found(tmp_path: Path, path: str, text: str, found: str) -> None:
     for name, content in TREE.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(content)
@@ -397,13 +398,13 @@ def test_what_breaks_a_rule_is_found(tmp_path: Path, path: str, text: str, found
     assert len(got) == 1 and got[0].startswith(found), got
 
 
-def test_the_makefile_lists_commands() -> None:
+def test_the_makefile_is_short() -> None:
     """The Makefile has at most 150 lines. Longer scripts are in .ci."""
     assert len((ROOT / "Makefile").read_text(encoding="utf-8").splitlines()) <= 150
 
 
 def test_the_tables_of_names_agree() -> None:
-    """Type checkers find each public name in the same module as the table says."""
+    """Type checkers find each public name in the module that the table of names gives."""
     for door in (overwire, _compat_api):
         tree = ast.parse(Path(door.__file__ or "").read_text(encoding="utf-8"))
         [block] = [one for one in tree.body if isinstance(one, ast.If) and ast.unparse(one.test) == "TYPE_CHECKING"]
@@ -416,8 +417,8 @@ def test_the_tables_of_names_agree() -> None:
             assert getattr(door, name) is not None, name
 
 
-# The internal names that drop-ins and integrations may use. The list only becomes shorter: add a public name instead.
-# Remove a name here with its last use.
+# Drop-ins and integrations may use these internal names. The list only becomes shorter: remove a name with its last
+# use, and add a public name instead of a new one.
 COMPAT_API = """
     Hosted KeptFile Manifest apart apply_part await_path bytes_of_plain check_memory
     check_switches error_of_system forked group_verb honour_nyacomp imported is_compressed is_remote landing
@@ -429,7 +430,7 @@ COMPAT_API = """
 
 
 def test_drop_ins_use_no_new_internal_names() -> None:
-    """The internal names for drop-ins and integrations are a frozen list, and each is used outside the core."""
+    """The list of internal names for drop-ins and integrations is complete, and each name is used outside the core."""
     assert _compat_api.__all__ == sorted(COMPAT_API) and len(COMPAT_API) <= 40
     outside = [one for one in imports(PACKAGE) if one.imported == "_compat_api" and layer_of(one.importer) == layer_of("compat")]
     texts = "".join(path.read_text(encoding="utf-8") for name, path in modules(PACKAGE).items() if layer_of(name) == layer_of("compat"))
@@ -437,16 +438,15 @@ def test_drop_ins_use_no_new_internal_names() -> None:
     assert set(COMPAT_API) - used == set()
 
 
-def test_only_doors_list_their_names() -> None:
-    """Only entry modules define __all__, because a list next to the definitions becomes outdated."""
+def test_only_entry_modules_define_all() -> None:
+    """Only entry modules define __all__. In other modules, a list next to the definitions would become outdated."""
     lists = {name for name, path in modules(PACKAGE).items() if "\n__all__ = " in path.read_text(encoding="utf-8")}
     doors = {name for name in lists if any(fnmatchcase(name, pattern) for pattern in DOORS)}
     assert lists == doors
 
 
-def test_classes_say_where_users_find_them() -> None:
-    """Classes name the module where users find them, because pickles must not contain internal names, which may
-    change."""
+def test_classes_name_their_public_module() -> None:
+    """Classes name the module in which users find them, because pickles must not contain internal names."""
     reports = [
         overwire.Report(1, 1, 1.0, 0.1, 1, 0, 0, ("m",)),
         overwire.Progress(1, 2, 3, 4),
@@ -461,9 +461,9 @@ def test_classes_say_where_users_find_them() -> None:
         assert pickle.loads(said) == report and b"overwire." not in said
 
 
-def test_jobs_start_in_one_module() -> None:
-    """Only _verbs and the command line call the engine's verbs. Functions of _verbs that write to a path first wait for
-    background saves to it."""
+def test_two_modules_start_jobs() -> None:
+    """Only _verbs and the command line call functions of the engine. Functions of _verbs that write to a path first
+    wait for background saves to this path."""
     calls = re.compile(r"\bcore\(\)\.(?:start|run|call)\(")
     found = {path.name for path in PACKAGE.rglob("*.py") if calls.search(path.read_text(encoding="utf-8"))}
     assert found == {"_engine.py", "_verbs.py"}

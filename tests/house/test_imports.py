@@ -1,4 +1,4 @@
-"""Tests imports that another thread, or the code that a signal handler interrupts, has only half finished."""
+"""Tests imports that are not finished yet, on another thread or in code that a signal handler interrupts."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ whole = True
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_module_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
-    """imported() waits for a module that another thread is importing. If that import fails, it returns None."""
+def test_imported_waits_for_other_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
+    """imported() waits for a module that another thread is importing. If the import fails, imported() returns None."""
     name = f"half_module_{fails}"
     (tmp_path / f"{name}.py").write_text(HALF)
     monkeypatch.syspath_prepend(tmp_path)
@@ -49,7 +49,7 @@ def test_a_module_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 
 
 def test_numpy_is_saved_while_torch_is_imported(tmp_path: Path, script: Callable[..., Any]) -> None:
-    """A thread can save arrays while another one is importing torch."""
+    """A thread can save arrays while another thread is importing torch."""
     (tmp_path / "torch.py").write_text(HALF + "class Tensor: ...\n")
     program = """
 import builtins, sys, threading
@@ -71,14 +71,14 @@ saves.join()
 
 
 def enter_and_leave() -> None:
-    """Stands for another thread that imports at the same time."""
+    """Acts like another thread that imports at the same time."""
     with Undisturbed():
         pass
 
 
 def test_signal_handlers_wait(capsys: pytest.CaptureFixture[str]) -> None:
-    """Signal handlers run in order after the undisturbed section, and the program's handlers are restored, including
-    one set in the section. Ctrl-C does not wait, and other threads are not affected."""
+    """Signal handlers run in order after the undisturbed section. The program's handlers are then restored, including a
+    handler that was set in the section. Ctrl-C does not wait, and other threads are not affected."""
     ran: list[str] = []
     handlers = {
         number: (lambda n, _: ran.append(signal.Signals(n).name))
@@ -97,7 +97,7 @@ def test_signal_handlers_wait(capsys: pytest.CaptureFixture[str]) -> None:
             raise TimeoutError
 
         signal.signal(signal.SIGALRM, expire)
-        with pytest.raises(TimeoutError), Undisturbed():  # an error in one handler does not stop others
+        with pytest.raises(TimeoutError), Undisturbed():  # an error in a handler does not stop other handlers
             signal.raise_signal(signal.SIGALRM)
             signal.raise_signal(signal.SIGUSR1)
         assert ran[2:] == ["SIGUSR1"]
@@ -113,7 +113,7 @@ def test_signal_handlers_wait(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_cycle_collector_waits() -> None:
-    """During an import the cycle collector runs no finalizer on any thread. Afterwards its state is restored."""
+    """During an import, the cycle collector runs no finalizer on any thread. Afterwards its state is restored."""
     assert gc.isenabled()
     with Undisturbed(), Undisturbed():
         assert not gc.isenabled()
@@ -133,8 +133,8 @@ def test_the_cycle_collector_waits() -> None:
         gc.enable()
 
 
-def test_a_load_to_the_host_imports_little(torch_script: Callable[..., Any]) -> None:
-    """A load to the CPU imports no GPU module and starts the engine before it imports the torch part."""
+def test_a_load_to_the_cpu_imports_few_modules(torch_script: Callable[..., Any]) -> None:
+    """A load to the CPU imports no module for GPUs, and starts the engine before it imports the module for torch."""
     program = """
 import json, struct, sys
 import torch, overwire as ow
@@ -152,8 +152,8 @@ assert "overwire.gpu" not in sys.modules
     assert torch_script(program).stdout == "[1.0, 2.0]\n"
 
 
-def test_handlers_call_overwire_in_the_middle_of_its_imports(script: Callable[..., Any]) -> None:
-    """A signal handler that saves and loads works during any import of overwire and while the engine is loaded."""
+def test_signal_handlers_use_overwire_during_its_imports(script: Callable[..., Any]) -> None:
+    """A signal handler can save and load during any import of overwire and while the engine is loaded."""
     program = """
 import signal, sys
 import numpy as np, overwire as ow
@@ -190,8 +190,8 @@ print(len(ran) == len(Poke.seen), set(ran) == {6.0})
     assert done.stdout.split() == ["True", "True"], done.stderr + done.stdout
 
 
-def test_a_child_of_fork_collects_garbage() -> None:
-    """If a program forks while another thread has paused the cycle collector, it is enabled in the child."""
+def test_a_forked_child_collects_garbage() -> None:
+    """If a program forks while another thread has paused the cycle collector, the collector is enabled in the child."""
     for pause in (Undisturbed, many_objects):
         inside, may_leave = threading.Event(), threading.Event()
 

@@ -1,7 +1,7 @@
-"""Tests without a GPU that the committed GPU kernels match their sources.
+"""Tests, without a GPU, that the committed GPU kernels match their sources.
 
-cuda/built holds the compiled modules and the hashes of their inputs. The compiler comes from wheels. Without it, only
-the hashes are compared.
+cuda/built has the compiled modules and the hashes of their inputs. The compiler is in wheels. Without it, only the
+hashes are compared.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ def noted() -> dict[str, str]:
 
 
 def included(name: str, seen: set[str]) -> set[str]:
-    """Returns all files that nvcc includes for a source, without those that only the host twin includes."""
+    """Returns all files that nvcc includes for a source. Files that only the kernels' CPU versions include are left
+    out."""
     if name not in seen:
         seen.add(name)
         for other in re.findall(r'^#include "([^"]+)"', (CUDA / name).read_text(encoding="utf-8"), re.M):
@@ -75,7 +76,7 @@ def test_every_resident_kernel_is_in_the_module() -> None:
 
 @pytest.fixture(scope="module")
 def nvcc(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns the pinned compiler from `make kernels`, or installs it from wheels."""
+    """Returns the pinned compiler of `make kernels`, or installs it from wheels."""
     if shutil.which("g++") is None:
         pytest.skip("nvcc needs g++")
     kept = ROOT / "build" / "nvcc" / "nvidia" / "cu13" / "bin" / "nvcc"
@@ -92,7 +93,7 @@ def nvcc(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_rebuild_gives_the_same_bytes(nvcc: Path, tmp_path: Path) -> None:
-    # build.sh also fails if the PTX version is not 9.0, because only newer drivers read later versions.
+    # build.sh also fails if the PTX version is not 9.0, because only newer drivers can read later versions.
     subprocess.run(["sh", str(BUILT / "build.sh"), str(nvcc), str(tmp_path)], check=True, timeout=600)
     assert (tmp_path / "sources.sha256").read_text() == (BUILT / "sources.sha256").read_text()
     for name in MODULES:

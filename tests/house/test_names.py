@@ -1,4 +1,4 @@
-"""Tests that every function opens, writes and reports the bytes os.fsencode(name), whatever they are."""
+"""Tests that every function opens, writes and reports the bytes os.fsencode(name), whatever bytes these are."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ class Bytes:
 FORMS: list[Callable[[bytes], Any]] = [lambda path: path, os.fsdecode, lambda path: Path(os.fsdecode(path)), Bytes]
 
 
-def test_every_verb(tmp_path: Path) -> None:
-    """Each Python function takes names as bytes, strings and paths. 14 similar names are 14 separate files."""
+def test_every_function(tmp_path: Path) -> None:
+    """Each Python function accepts names as bytes, strings and paths. 14 similar names are 14 separate files."""
     folder = os.fsencode(tmp_path)
     for number, stem in enumerate(STEMS.values()):
         path = os.path.join(folder, stem + b".safetensors")
@@ -110,8 +110,8 @@ def test_every_verb(tmp_path: Path) -> None:
 
 
 def test_bundles(tmp_path: Path) -> None:
-    """The pickle, its container and meta.csv have the exact name. Names that meta.csv cannot list, or that are too
-    long, are refused before anything is written."""
+    """The pickle, its container and meta.csv have the exact name. Names that are too long, or that meta.csv cannot
+    list, are refused before anything is written."""
     for number, (what, stem) in enumerate(STEMS.items()):
         place = tmp_path / str(number)
         place.mkdir()
@@ -141,13 +141,13 @@ def test_bundles(tmp_path: Path) -> None:
         with pytest.raises(ow.ArgumentError):
             ow.compress_pickle({"w": np.ones(9)}, tmp_path / name)
     assert not (tmp_path / "nya").exists()
-    for what in (1, 2):  # too long with ".old", but valid without
+    for what in (1, 2):  # too long with ".old", valid without it
         ow.compress_pickle({"n": what, "w": np.ones(99)}, tmp_path / ("x" * 240 + ".pkl"))
         assert ow.load_compressed_pickle(tmp_path / ("x" * 240 + ".pkl"))["n"] == what
 
 
 def test_the_command_line(tmp_path: Path) -> None:
-    """Each command takes any name in arguments and for -o, and reports it correctly in text and JSON."""
+    """Each command accepts any name in its arguments and for -o, and reports it correctly as text and as JSON."""
 
     def run(*words: bytes, rc: int = 0) -> bytes:
         done = subprocess.run([os.fsencode(sys.executable), b"-m", b"overwire", *words], cwd=tmp_path, capture_output=True, timeout=120)
@@ -176,7 +176,7 @@ def test_the_command_line(tmp_path: Path) -> None:
     assert b"sure\xe9" in run(b"inspect", b"sure\xe9", rc=3)
 
 
-def test_names_that_nothing_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_that_no_file_can_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Names that os.fsencode refuses, NUL bytes and malformed URIs raise ArgumentError in every function, and nothing
     is written."""
     monkeypatch.chdir(tmp_path)
@@ -218,7 +218,7 @@ def test_errors_have_the_name_and_can_be_printed(tmp_path: Path) -> None:
 
 
 def test_dots_after_a_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """".." is resolved as the kernel does: link/../x is next to the link's target."""
+    """".." is resolved like in the kernel: link/../x is next to the target of the link."""
     (tmp_path / "real/deep").mkdir(parents=True)
     (tmp_path / "link").symlink_to("real/deep")
     ow.save_file({"x": np.zeros(3)}, tmp_path / "x.safetensors")
@@ -234,7 +234,7 @@ def test_dots_after_a_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_other_bytes_stay_data(tmp_path: Path) -> None:
-    """Strings stored in files are Unicode. Other bytes are refused, not replaced."""
+    """Strings stored in files are Unicode. Strings with other bytes are refused, and no byte is replaced."""
     path = tmp_path / "m.safetensors"
     for metadata in ({"k": "\udce9"}, {"\udce9": "v"}, {"k": "\ud800"}):
         with pytest.raises(ow.ArgumentError):
@@ -250,7 +250,7 @@ def test_other_bytes_stay_data(tmp_path: Path) -> None:
 
 
 def test_the_environment(tmp_path: Path, script) -> None:
-    """OVERWIRE_PRELOAD and OVERWIRE_TRACE accept names of any bytes."""
+    """OVERWIRE_PRELOAD and OVERWIRE_TRACE accept names with any bytes."""
     name = os.fsdecode(b"caf\xe9.safetensors")
     ow.save_file({"x": np.zeros(9, "f4")}, tmp_path / name)
     ow.save_file({"x": np.ones(9, "f4")}, tmp_path / "caf\ufffd.safetensors")
@@ -264,7 +264,7 @@ def test_the_environment(tmp_path: Path, script) -> None:
     assert set(files(tmp_path)) == {b"caf\xe9.safetensors", "caf\ufffd.safetensors".encode(), b"trace\xe9"}
 
 
-def test_a_latin_1_world(tmp_path: Path, script, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_in_a_latin_1_locale(tmp_path: Path, script, monkeypatch: pytest.MonkeyPatch) -> None:
     """If Python's file names are not UTF-8, a name that is not ASCII is refused, and no other file is opened."""
     source = """if True:
         import os, overwire as ow, numpy as np
@@ -283,8 +283,8 @@ def test_a_latin_1_world(tmp_path: Path, script, monkeypatch: pytest.MonkeyPatch
 
 
 def test_open_files(tmp_path: Path) -> None:
-    """An open file stands for what its `read` returns from the current position, or for all of it at the end. The
-    descriptor of a compressed file is not used."""
+    """An open file stands for the bytes that its `read` returns from the current position, or for the whole file if it
+    is at its end. The descriptor of a compressed file is not used."""
     import bz2
     import gzip
     import lzma
@@ -337,7 +337,7 @@ def test_open_files(tmp_path: Path) -> None:
 
 
 def test_compat_modules(tmp_path: Path) -> None:
-    """The compat modules take the same names as overwire."""
+    """The compat modules accept the same names as overwire."""
     torch = pytest.importorskip("torch")
     from overwire.compat import nyacomp
     from overwire.compat.fastsafetensors import fastsafe_open
@@ -380,8 +380,8 @@ def test_compat_modules(tmp_path: Path) -> None:
     assert set(files(tmp_path)) == set(made)
 
 
-def test_names_cannot_steer_a_terminal(tmp_path: Path) -> None:
-    """Error messages escape control and bidirectional characters of a name, in the engine and in Python. `source` is
+def test_error_messages_escape_control_characters(tmp_path: Path) -> None:
+    """Error messages escape control and bidirectional characters in names, from the engine and from Python. `source` is
     the exact name."""
     path = tmp_path / "m\x1b]0;OWNED\x07\u202e\x9b\x7f"
     for verb in (ow.load_file, ow.inspect, ow.load_compressed_pickle):

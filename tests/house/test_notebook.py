@@ -1,5 +1,5 @@
-"""Tests how reports, plans, opened files and inspections are displayed: as one short line, and in notebooks as tables
-that no name can break."""
+"""Tests how reports, plans, opened files and inspections are displayed: as one short line and, in notebooks, as tables.
+Names cannot break the tables."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ HOSTILE = ["</bdi></td></table><img src=x onerror=alert(1)>", "<!--", "a\"b'c&am
 ALLOWED = {"div", "strong", "table", "caption", "thead", "tbody", "tr", "th", "td", "bdi", "details", "summary", "style"}
 
 
-def test_doctor_fits() -> None:
-    """In a notebook, doctor's long texts wrap instead of squeezing the names, and byte counts have units."""
+def test_doctors_table_wraps() -> None:
+    """In a notebook, doctor's long texts wrap and leave space for the names. Byte counts have units."""
     text = ow.doctor()._repr_html_()  # type: ignore[attr-defined]
     assert re.search(r"th:first-child\{[^}]*min-width", text) and re.search(r"td\.text\{[^}]*white-space:normal", text)
     assert re.search(r'<td class="text"><bdi>Start loading this file', text)
@@ -48,7 +48,7 @@ def test_results_print_as_one_line(tmp_path: Path) -> None:
     assert "<bdi>load</bdi>" in ow.metrics()._repr_html_() and "Metrics" in checked(ow.metrics()).texts
 
 
-def test_a_saved_notebook_keeps_no_bar(tmp_path: Path) -> None:
+def test_a_saved_notebook_has_no_progress_bar(tmp_path: Path) -> None:
     """A saved notebook contains no progress bar, because its widget could not be displayed."""
     nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
     pytest.importorskip("ipykernel"), pytest.importorskip("ipywidgets"), pytest.importorskip("tqdm")
@@ -105,8 +105,8 @@ def hostile(tmp_path: Path) -> Path:
     return path
 
 
-def test_names_are_texts(hostile: Path) -> None:
-    """Hostile names of tensors and files appear as text and create no element, attribute or comment."""
+def test_names_are_displayed_as_text(hostile: Path) -> None:
+    """Hostile names of tensors and files are displayed as text, and create no element, attribute or comment."""
     report = ow.save_file({"a": np.zeros(2)}, hostile.with_suffix(".2.safetensors"))
     shown: list[Any] = [ow.inspect(hostile), ow.plan(hostile, framework="np"), report]
     with ow.safe_open(hostile, framework="np") as opened:
@@ -121,7 +121,8 @@ def test_names_are_texts(hostile: Path) -> None:
 
 
 def test_lines_and_tables_are_short(tmp_path: Path) -> None:
-    """A model of 5,000 tensors prints as one short line. A notebook shows the largest tensors and counts the rest."""
+    """A model with 5,000 tensors is printed as one short line. A notebook shows the largest tensors and counts the
+    rest."""
     path = tmp_path / "m.safetensors"
     tensors = {f"layer.{i}.weight": np.zeros(i % 7 + 1, "float16") for i in range(5000)} | {"large": np.zeros(100_000, "float16")}
     report, found, plan = ow.save_file(tensors, path), ow.inspect(path), ow.plan(path, framework="np")
@@ -138,7 +139,7 @@ def test_lines_and_tables_are_short(tmp_path: Path) -> None:
 
 
 def test_an_inspection_is_a_dict(tmp_path: Path) -> None:
-    """An inspection equals its JSON. Pickles and copies are plain dicts, which can be read without overwire."""
+    """An inspection equals its JSON. Its pickles and copies are plain dicts, which can be read without overwire."""
     path = tmp_path / "m.safetensors"
     ow.save_file({"a": np.zeros(2)}, path)
     found = ow.inspect(path)
@@ -149,9 +150,9 @@ def test_an_inspection_is_a_dict(tmp_path: Path) -> None:
         assert type(again) is dict and again == found
 
 
-def test_other_answers_have_tables(tmp_path: Path) -> None:
-    """Results of verify, doctor, last_report and diff are displayed as tables and equal their JSON. Displaying them
-    does not change last_report."""
+def test_other_results_are_displayed_as_tables(tmp_path: Path) -> None:
+    """The results of verify, doctor, last_report and diff are displayed as tables and equal their JSON. last_report
+    does not change when it is displayed."""
     path, state = tmp_path / "m.safetensors", {"a": np.arange(9.0), "b": np.zeros(2)}
     ow.save_file(state, path)
     ow.load_file(path, framework="np")
@@ -170,7 +171,7 @@ def test_other_answers_have_tables(tmp_path: Path) -> None:
     assert "only in b" in texts and "a" in texts and "8 of 9" in texts
 
 
-def test_nothing_and_little(tmp_path: Path) -> None:
+def test_an_empty_model_is_displayed_as_tables(tmp_path: Path) -> None:
     """A model without tensors is also displayed as tables."""
     path = tmp_path / "m.safetensors"
     report = ow.save_file({}, path)
@@ -180,8 +181,8 @@ def test_nothing_and_little(tmp_path: Path) -> None:
             assert "0 tensors" in repr(thing)
 
 
-def test_one_is_singular(tmp_path: Path) -> None:
-    """One tensor, file or block is named in the singular, in a line and in a notebook."""
+def test_one_tensor_is_singular(tmp_path: Path) -> None:
+    """One tensor, file or block is in the singular, in a line and in a notebook."""
     path, one = tmp_path / "m.safetensors", {"a": np.zeros(1)}
     answers = [ow.save_file(one, path), ow.inspect(path), ow.plan(path, framework="np"), ow.diff(one, one)]
     with ow.safe_open(path, framework="np") as opened:

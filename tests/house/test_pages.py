@@ -1,4 +1,4 @@
-"""Tests the pages of `overwire inspect --html`, of a model and of a trace, in a browser.
+"""Tests the pages that `overwire inspect --html` writes for a model and a trace, in a browser.
 
 The tests use mouse, keyboard and screen reader names, in light and dark themes and in wide and narrow windows. The
 pictures stay in the test's folder.
@@ -38,14 +38,15 @@ def run(*argv: str) -> str:
 
 
 def alone(browser: chromium.Chromium, page: Path) -> None:
-    """Asserts that the page's script has finished and requested nothing else, and that no text became an element."""
+    """Asserts that the page's script has run, that the page requested nothing else, and that no text became an
+    element."""
     assert browser.run("document.body.dataset.ready") == "1"
     assert browser.requests == [page.resolve().as_uri()] and browser.errors == []
     assert browser.run("document.querySelectorAll('img, iframe, object, link, svg script').length") == 0
 
 
 def pictures(browser: chromium.Chromium, page: Path) -> None:
-    """Asserts that light and dark pages differ and that a narrow window needs no horizontal scrolling."""
+    """Asserts that light and dark pages differ, and that a narrow window needs no horizontal scrolling."""
     taken = set()
     for width, height in ((1280, 900), (400, 800)):
         for dark in (False, True):
@@ -59,7 +60,7 @@ def pictures(browser: chromium.Chromium, page: Path) -> None:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns the page of a model with 18,867 tensors, including names that try to inject HTML."""
+    """Writes the page of a model with 18,867 tensors. Some of their names try to inject HTML."""
     folder = tmp_path_factory.mktemp("model")
     parts = ("gate", "up", "down")
     names = [f"model.layers.{i // 384}.mlp.experts.{i // 3 % 128}.{parts[i % 3]}_proj.weight" for i in range(18_867 - len(HOSTILE))]
@@ -70,8 +71,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_model(browser: chromium.Chromium, model: Path) -> None:
-    """The page of 18,867 tensors has at most 3 MB. Keys navigate in and out, the filter finds every name, and a screen
-    reader finds the names."""
+    """The page of 18,867 tensors has at most 3 MB. Keys open and close groups, the filter finds every name, and a
+    screen reader finds the names."""
     assert model.stat().st_size <= 3e6
     browser.view()
     seconds = browser.open(model)
@@ -109,7 +110,7 @@ def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_trace(browser: chromium.Chromium, trace: Path) -> None:
-    """Keys move between spans and show details. Wheel, drag and keys zoom and pan. Tables list every stage."""
+    """Keys move between spans and show details. Wheel, drag and keys zoom and pan. The tables list every stage."""
     browser.view()
     browser.open(trace)
     alone(browser, trace)

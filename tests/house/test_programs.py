@@ -1,5 +1,5 @@
-"""Tests that programs in bench/ and tests/ which cannot run here, because they need an engine or a GPU, only use names
-that overwire's modules have."""
+"""Tests that programs in bench/ and tests/ only use names that overwire's modules have. Many of them cannot run here,
+because they need an engine or a GPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MODULES = modules(ROOT / "python/overwire")
 
 
 def file_of(module: str) -> Path | None:
-    """Returns the file of an overwire module, if there is one."""
+    """Returns the file of an overwire module, or None if there is no such module."""
     return MODULES.get(module.removeprefix("overwire").removeprefix("."))
 
 
@@ -37,7 +37,7 @@ def names_of(file: Path) -> frozenset[str] | None:
 
 
 def absent_names(source: str) -> Iterator[str]:
-    """Yields names that a program takes from overwire's modules but that do not exist there, with their lines."""
+    """Yields the names, with their lines, that a program uses from overwire's modules but that these modules lack."""
     tree = ast.parse(source)
     modules: dict[str, Path] = {}
     for node in ast.walk(tree):
@@ -50,7 +50,7 @@ def absent_names(source: str) -> Iterator[str]:
                 modules[alias.asname or alias.name] = part
             elif names is not None and alias.name not in names:
                 yield f"{node.lineno}: {node.module}.{alias.name}"
-    for node in ast.walk(tree):  # a name that is also assigned may be another object
+    for node in ast.walk(tree):  # a name that the program also assigns may be another object
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             modules.pop(node.id, None)
         elif isinstance(node, ast.arg):
@@ -65,7 +65,7 @@ def absent_names(source: str) -> Iterator[str]:
                 yield f"{node.lineno}: {node.value.id}.{node.attr}"
 
 
-def test_programs_name_what_there_is() -> None:
+def test_programs_use_only_existing_names() -> None:
     """No program or test uses a name that overwire's modules lack."""
     absent = []
     files = [*ROOT.glob("bench/**/*.py"), *ROOT.glob("tests/**/*.py"), *ROOT.glob("examples/**/*.py")]
@@ -75,7 +75,7 @@ def test_programs_name_what_there_is() -> None:
 
 
 def test_left_out_tests_exist() -> None:
-    """Each Python test that wheels/aarch64-left-out.txt names exists. pytest ignores names that do not exist."""
+    """Each Python test in wheels/aarch64-left-out.txt exists. pytest would ignore a name that does not exist."""
     lines = (ROOT / "wheels/aarch64-left-out.txt").read_text(encoding="utf-8").splitlines()
     names = [line.removeprefix("py ").partition(": ")[0].partition("::") for line in lines if line.startswith("py ")]
     for file, _, test in names:
@@ -83,7 +83,7 @@ def test_left_out_tests_exist() -> None:
     assert len(names) > 10
 
 
-def test_an_absent_name_is_seen() -> None:
+def test_a_missing_name_is_reported() -> None:
     """A renamed function is reported, even if it is called through its module."""
     source = "from overwire.integrations.vllm import prepared\nfrom overwire.integrations.vllm.methods import GONE\n"
     assert [*absent_names(source + "prepared.gone()\nprepared.begin_writing()\n")] == [

@@ -1,4 +1,4 @@
-"""Tests that habits of translated-sounding writing only become rarer."""
+"""Tests that certain habits of writing become rarer."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_every_habit_is_below_its_ceiling() -> None:
     ],
 )
 def test_habits_are_recognised(habit: str, text: str, count: int) -> None:
-    """A word is counted only in the sense that another word should replace."""
+    """A word is counted only in the sense in which another word should replace it."""
     assert len(prose.HABITS[habit].findall(text)) == count
 
 
@@ -64,7 +64,7 @@ def f():
     ],
 )  # fmt: skip
 def test_comments_and_messages_are_found(path: str, text: str, found: list[tuple[str, str]]) -> None:
-    """Comment blocks, docstrings and literals of each language are recognised. Short literals are not messages."""
+    """Comment blocks, docstrings and literals of each language are found. Short literals are not messages."""
     assert [(scope, words.strip()) for scope, words in prose.comments(path, text)] == found
 
 
@@ -76,7 +76,8 @@ def test_pages_are_read_without_code() -> None:
 
 
 def test_ceilings_only_fall() -> None:
-    """A lower rate lowers its ceiling, rounded up to a step. A higher rate is reported with a command that shows it."""
+    """A lower rate lowers its ceiling, which is rounded up to a step. A higher rate is reported with a command that
+    lists the occurrences."""
     table = prose.lower({"go": {"beside": 0.52}}, {})
     assert table == {"go": {"beside": 0.55}}
     assert prose.lower({"go": {"beside": 0.31}}, table) == {"go": {"beside": 0.35}}

@@ -1,4 +1,4 @@
-"""Tests that a release is refused for each missing part. `make release` itself is not run here."""
+"""Tests that a release with a missing part is refused. `make release` itself is not run here."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ENTRY = "# Changelog\n\n## Unreleased\n\n## 1.2.3 - 2026-01-31\n\n### Added\n\n-
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    """Returns a repository that is ready to be released as 1.2.3."""
+    """Returns a repository that is ready for the release 1.2.3."""
     (tmp_path / "gosrc/cli").mkdir(parents=True)
     (tmp_path / "gosrc/cli/cli.go").write_text('package cli\n\nconst Version = "1.2.3"\n')
     (tmp_path / "CHANGELOG.md").write_text(ENTRY)
@@ -53,7 +53,7 @@ def test_a_commit_that_is_ready(tree: Path) -> None:
     assert release.unclean(tree) == release.unready(tree) == []
 
 
-def test_what_is_not_committed_is_named(tree: Path) -> None:
+def test_uncommitted_files_are_named(tree: Path) -> None:
     (tree / "new").write_text("x")
     assert release.unclean(tree) == ["the tree is not clean: ?? new"]
 
@@ -81,8 +81,8 @@ def test_changes_of_the_project_have_their_form() -> None:
 
 
 def test_changes_join_the_changelog(tree: Path) -> None:
-    """Files in changes/ become entries of their kinds after those already under Unreleased, older versions stay
-    unchanged, and the files are removed. A release with such a file left is refused."""
+    """Files in changes/ become entries after those under Unreleased, sorted by kind, and are removed. Older versions
+    stay unchanged. A release with such a file left is refused."""
     old = ENTRY.replace("Unreleased\n", "Unreleased\n\n### Fixed\n\n- It.\n")
     (tree / "CHANGELOG.md").write_text(old)
     (tree / "changes").mkdir()
@@ -107,36 +107,36 @@ def test_changes_join_the_changelog(tree: Path) -> None:
         ("README.md", "", "nothing is unreleased"),
     ],
 )
-def test_a_change_of_another_form_changes_nothing(
+def test_a_malformed_change_is_reported(
     tree: Path, capsys: pytest.CaptureFixture[str], name: str, line: str, fault: str
 ) -> None:
-    """A malformed change is reported, and neither it nor the changelog is changed."""
+    """A malformed change is reported. The change and the changelog stay unchanged."""
     (tree / "changes").mkdir()
     (tree / "changes" / name).write_text(line)
     assert changes.main(["1.3.0"], tree) == 1 and fault in capsys.readouterr().err
     assert (tree / "CHANGELOG.md").read_text() == ENTRY and (tree / "changes" / name).read_text() == line
 
 
-def test_a_first_release_keeps_honest_sections() -> None:
+def test_a_first_release_lists_fixes() -> None:
     """Fixes before the first release are listed as Fixed, because people also build from the repository."""
     first = "# Changelog\n\n## Unreleased\n\n### Added\n\n- All.\n"
     joined = changes.join_changes(first, [("Added", "More."), ("Fixed", "It.")], "0.1.0", "2026-01-01")
     assert joined.endswith("## 0.1.0 - 2026-01-01\n\n### Added\n\n- All.\n- More.\n\n### Fixed\n\n- It.\n")
 
 
-def test_the_project_has_its_addresses(tree: Path) -> None:
+def test_placeholder_addresses_are_reported(tree: Path) -> None:
     (tree / "pyproject.toml").write_text('[project.urls]\nHomepage = "https://overwire.example/"\n')
     assert release.unready(tree) == ["pyproject.toml: 1 addresses of [project.urls] are placeholders"]
 
 
-def test_the_tag_is_that_of_the_version_and_at_this_commit(tree: Path) -> None:
+def test_the_tag_of_the_version_is_at_this_commit(tree: Path) -> None:
     (tree / "more").write_text("x")
     commit(tree)
     assert release.unready(tree) == ["no tag v1.2.3 at this commit: git tag -a v1.2.3"]
 
 
 def archives(folder: Path, *, bill: str = "{}", leave_out: str = "") -> Path:
-    """Returns a folder with an sdist, a wheel for each architecture and a portable wheel."""
+    """Returns a folder with an sdist, a wheel for each architecture, and a portable wheel."""
     zipfile.ZipFile(folder / "overwire-1.2.3-py3-none-any.whl", "w").close()
     members = {"setup.py": "x", "licenses/THIRD-PARTY.txt": "x", "licenses/overwire.cdx.json": "{}"}
     with tarfile.open(folder / "overwire-1.2.3.tar.gz", "w:gz") as tar:
@@ -167,7 +167,9 @@ def test_archives_are_complete(tmp_path: Path) -> None:
         ({"bill": '{"components": [{"type": "library", "bom-ref": "other"}]}'}, [], "bill of materials"),
     ],
 )
-def test_what_archives_lack_is_named(tmp_path: Path, options: dict[str, str], tracked: list[str], found: str) -> None:
+def test_missing_archive_parts_are_named(
+    tmp_path: Path, options: dict[str, str], tracked: list[str], found: str
+) -> None:
     assert any(found in fault for fault in release.incomplete(archives(tmp_path, **options), tracked, "1.2.3"))
 
 
@@ -198,8 +200,8 @@ def test_entry_points_of_the_wheel(monkeypatch: pytest.MonkeyPatch) -> None:
         ("# C\n\n## Unreleased\n\n### Odd\n\n- It.\n", "has Odd under Unreleased"),
     ],
 )
-def test_a_changelog_of_another_form_stays(text: str, fault: str) -> None:
-    """A changelog without an Unreleased section, with an entry for the version, or with an unknown section is
-    refused."""
+def test_a_malformed_changelog_is_refused(text: str, fault: str) -> None:
+    """A changelog is refused if it has no Unreleased section, already has an entry for the version, or has an unknown
+    section."""
     with pytest.raises(ValueError, match=fault):
         changes.join_changes(text, [("Added", "It.")], "1.3.0", "2026-02-03")

@@ -1,4 +1,4 @@
-"""Tests our own steps of `make docs`, which convert docstrings and check the finished site."""
+"""Tests the project's own steps of `make docs`, which convert docstrings and check the finished site."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_docstrings_become_text(text: str, rst: str) -> None:
 
 
 def test_overloads_become_one_signature() -> None:
-    """Overloads are shown as the last signature with all result types. A flag fixed by each overload is a bool."""
+    """Overloads are shown as the last signature, with all result types. A flag that each overload fixes is a bool."""
 
     def make(flag: str, result: str, default: Any = inspect.Parameter.empty) -> inspect.Signature:
         parameter = inspect.Parameter("wait", inspect.Parameter.KEYWORD_ONLY, annotation=flag, default=default)
@@ -60,7 +60,7 @@ def test_dead_links_are_found(tmp_path: Path, link: str, found: str) -> None:
 @pytest.mark.parametrize(
     "text", ['<script src="https://cdn/x.js"></script>', '<img src="//cdn/x.png">', '<link rel="stylesheet" href="http://cdn/x">']
 )
-def test_what_is_loaded_from_elsewhere_is_found(tmp_path: Path, text: str) -> None:
+def test_files_from_other_servers_are_found(tmp_path: Path, text: str) -> None:
     (tmp_path / "a.html").write_text(text)
     assert len(checksite.faults(tmp_path)) == 1
     (tmp_path / "a.html").write_text("x")

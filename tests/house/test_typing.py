@@ -1,4 +1,4 @@
-"""Tests the public names with mypy. Right programs pass and wrong ones do not."""
+"""Tests the public names with mypy. Right programs have no errors, and wrong programs have."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ missing, unexpected = ow.load_model(torch.nn.Linear(1, 1), "m", max_memory=10)
 held: ow.safe_open = ow.safe_open("m")
 '''
 
-# Every line is an error.
+# mypy reports an error in every line.
 WRONG = '''
 import overwire as ow
 
@@ -91,11 +91,11 @@ ow.codecs.decode(b"", verify="sometimes")
 
 
 def test_mypy_strict(tmp_path: Path) -> None:
-    """The examples and RIGHT have no errors, and every line of WRONG has one."""
+    """The examples and RIGHT have no errors. Every line of WRONG has an error."""
     (tmp_path / "right.py").write_text(RIGHT)
     (tmp_path / "wrong.py").write_text(WRONG)
     examples = sorted(str(path) for path in (ROOT / "examples").glob("*.py"))
-    # Uses the configuration and cache of `make lint`, which has already checked torch.
+    # This uses the configuration and cache of `make lint`, which has already checked torch.
     command = [sys.executable, "-m", "mypy", "--strict", "--no-error-summary", *examples]
     command += [str(tmp_path / "right.py"), str(tmp_path / "wrong.py")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)

@@ -1,4 +1,4 @@
-"""Tests the memory that the engine keeps, without a GPU."""
+"""Tests the memory that the engine holds between calls, without a GPU."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ use()
 with ow.safe_open(f"{folder}/plain.safetensors", "np") as file, ow.safe_open(f"{url}/packed.safetensors", "np"):
     try:
         ow.quiesce()
-        raise SystemExit("open models are no error")
+        raise SystemExit("quiesce accepted open models")
     except ow.ArgumentError as error:
         assert f"{folder}/plain.safetensors" in str(error) and f"{url}/packed.safetensors" in str(error), error
     assert numpy.array_equal(file.get_tensor("a"), tensors["a"])
@@ -80,7 +80,7 @@ waits.start()
 connection, _ = silent.accept()
 try:
     ow.quiesce(timeout=0.2)
-    raise SystemExit("a running load is no error")
+    raise SystemExit("quiesce returned during a load")
 except ow.DeadlineError as error:
     assert "open" in str(error), error
 for wrong in (0, -1, True, "x"):
@@ -101,13 +101,13 @@ assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 
 
 def test_quiesce_leaves_nothing_open(script, tmp_path: Path) -> None:
-    """After loads, saves, preloads and pins of local and remote files, the engine has no files, connections or mapped
-    files, and the next calls work. Objects that the program holds, and running calls, raise errors."""
+    """After loads, saves, preloads and pins of local and remote files, quiesce leaves no open file, connection or
+    mapped file in the engine, and the next calls work. It raises an error while a model is open or a load runs."""
     with overwire_serve(tmp_path) as url:
         script(QUIESCE, FOLDER=str(tmp_path), URL=url.rstrip("/"))
 
 
-def test_what_torch_lacks_memory_for_is_our_error_with_sizes() -> None:
+def test_torch_out_of_memory_becomes_our_error_with_the_size() -> None:
     with pytest.raises(ow.OutOfMemoryError) as caught, frame_torch._errors_of("cuda:0", 123):
         raise torch.OutOfMemoryError("CUDA out of memory")
     error = caught.value
@@ -160,7 +160,7 @@ def test_a_pinned_model_loads_without_its_file(tmp_path: Path, compress: bool) -
             verb()
 
 
-def test_pinning_what_cannot_be(tmp_path: Path) -> None:
+def test_pin_refuses_missing_and_damaged_files_and_unknown_devices(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         ow.pin(tmp_path / "no")
     path = tmp_path / "m"
@@ -178,7 +178,7 @@ def test_pinning_what_cannot_be(tmp_path: Path) -> None:
             ow.pin(path, device="cuda")
 
 
-def test_pinned_memory_is_given_back(tmp_path: Path, script) -> None:
+def test_pinned_memory_is_freed(tmp_path: Path, script) -> None:
     script("""
 import overwire as ow, os, time, numpy as np
 rng = np.random.default_rng(0)
@@ -201,7 +201,7 @@ assert soon(lambda: files() == open_files)
 
 
 def short(transposed: bool = False) -> torch.Tensor:
-    """Returns a tensor with a storage that is shorter than the tensor."""
+    """Returns a tensor with a storage that ends before the tensor does."""
     tensor = torch.ones(64 * 64 + 9)[9:].view(64, 64)
     tensor = tensor.t() if transposed else tensor
     tensor.untyped_storage().resize_(64 * 64 * 4)
@@ -254,10 +254,10 @@ SHORT = {
 
 @pytest.mark.parametrize("call", SHORT)
 @pytest.mark.parametrize("transposed", [False, True])
-def test_nothing_is_read_or_written_behind_a_storage(
+def test_nothing_is_read_or_written_past_the_end_of_a_storage(
     call: str, transposed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A storage that is shorter than its tensor raises ArgumentError everywhere, and no file is left."""
+    """Every function raises ArgumentError for a tensor that is longer than its storage, and leaves no file."""
     monkeypatch.chdir(tmp_path)
     ow.save_file({"x": torch.zeros(64, 64)}, "one")
     with pytest.raises(ValueError if (call, transposed) == ("safetensors", True) else ow.ArgumentError):

@@ -91,8 +91,8 @@ def test_a_fused_parameter(tmp_path: Path, compress: bool) -> None:
     assert torch.equal(down, o[:, 32:])
 
 
-def test_what_cannot_be_written_in_place_is_copied(tmp_path: Path, compress: bool) -> None:
-    """Destinations with another dtype, strides, or memory of an earlier destination are filled through a copy."""
+def test_destinations_that_need_a_copy(tmp_path: Path, compress: bool) -> None:
+    """A destination of another dtype, with strides, or in memory of an earlier destination is filled through a copy."""
     tensor = torch.randn(64, 48).bfloat16()
     path = make(tmp_path / "m.safetensors", compress, {"a": tensor, "b": tensor + 1})
     cast, strided, both = (
@@ -109,8 +109,8 @@ def test_what_cannot_be_written_in_place_is_copied(tmp_path: Path, compress: boo
 
 
 def test_the_last_of_overlapping_targets_wins(tmp_path: Path, seed: int) -> None:
-    """Random targets in one memory (dense, strided and cast) get the same values as if they were filled in order, with
-    and without a preload."""
+    """Overlapping random targets (dense, strided and cast) get the values that they have if filled in order, with and
+    without a preload."""
     rng, side = random.Random(seed), 12
     tensors = {
         f"t{n}": torch.full((side, side), n + 1.0, dtype=torch.float16 if n % 4 == 3 else torch.float32)
@@ -135,7 +135,7 @@ def test_the_last_of_overlapping_targets_wins(tmp_path: Path, seed: int) -> None
         ]
 
 
-def test_tied_transposes_get_what_torch_gives_them(tmp_path: Path) -> None:
+def test_tied_transposes_get_the_same_values_as_with_torch(tmp_path: Path) -> None:
     """If two names are views of one parameter, the later one in the state dict wins, as with load_state_dict."""
     path = make(tmp_path / "m.safetensors", True, {"v": torch.full((50, 50), 1.0), "w": torch.full((50, 50), 2.0)})
     for first, second in (("w", "v"), ("v", "w")):
@@ -150,7 +150,7 @@ def test_tied_transposes_get_what_torch_gives_them(tmp_path: Path) -> None:
 
 
 def test_elements_that_share_memory_are_refused(tmp_path: Path) -> None:
-    """An expanded destination is refused before anything is written. One created in inference mode is filled."""
+    """An expanded destination is refused before anything is written. Destinations made in inference mode are filled."""
     path = make(tmp_path / "m.safetensors", True, {"a": torch.ones(8, 4), "b": torch.ones(8, 4)})
     good = torch.zeros(8, 4)
     with torch.inference_mode():
@@ -163,7 +163,7 @@ def test_elements_that_share_memory_are_refused(tmp_path: Path) -> None:
     assert all(bool((one == 1).all()) for one in frozen)
 
 
-def test_a_preload_is_taken_over(tmp_path: Path, compress: bool) -> None:
+def test_load_into_uses_a_preload(tmp_path: Path, compress: bool) -> None:
     """Whole tensors and blocks are taken from a preload of the same file."""
     tensors = {f"t{n}": torch.randn(64, 32).bfloat16() for n in range(6)}
     path = make(tmp_path / "m.safetensors", compress, tensors)
@@ -178,7 +178,7 @@ def test_a_preload_is_taken_over(tmp_path: Path, compress: bool) -> None:
     )
 
 
-def test_what_does_not_fit_changes_nothing(tmp_path: Path) -> None:
+def test_a_wrong_target_changes_nothing(tmp_path: Path) -> None:
     """Each wrong target is refused with its name before any other target changes."""
     path = make(tmp_path / "m.safetensors", True, {"a": torch.ones(8, 4), "s": torch.tensor(2.0)})
     good = torch.zeros(8, 4)
@@ -209,7 +209,7 @@ def test_what_does_not_fit_changes_nothing(tmp_path: Path) -> None:
 
 
 def test_a_damaged_chunk_is_named(tmp_path: Path) -> None:
-    """A block of a damaged tensor raises an error, and an intact tensor loads."""
+    """Loading a block of a damaged tensor raises an error, and an intact tensor of the file loads."""
     path = make(tmp_path / "m.safetensors", True, {"bad": torch.randn(4096, 64).bfloat16(), "good": torch.randn(64).bfloat16()})
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1

@@ -1,5 +1,5 @@
-"""Tests tensors that do not own one block of memory. A rank loads its part of a DTensor. Other such tensors are
-refused."""
+"""Tests loads into tensors that do not own one block of memory. A rank loads its part of a DTensor. Other such tensors
+are refused."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 
 class Wrapper(torch.Tensor):
-    """A tensor that wraps another one, as quantisation libraries make them."""
+    """A tensor that wraps another tensor, like those of quantisation libraries."""
 
     inner: torch.Tensor
 
@@ -108,8 +108,8 @@ VERBS: dict[str, Callable[[Path, torch.Tensor, Any], Any]] = {
 
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
 @pytest.mark.parametrize("verb", VERBS)
-def test_what_has_no_memory_is_refused_by_name(files: Path, verb: str) -> None:
-    """Every function refuses each of these tensors by name and changes nothing."""
+def test_tensors_without_own_memory_are_refused_by_name(files: Path, verb: str) -> None:
+    """Every function refuses each tensor without own memory, names it, and changes nothing."""
     for kind, tensor in odd().items():
         good = torch.zeros(4, 4)
         with pytest.raises((ow.ArgumentError, ow.NotSupportedError, ow.ModelMismatchError), match=r"['\"]x['\"]"):
@@ -118,7 +118,7 @@ def test_what_has_no_memory_is_refused_by_name(files: Path, verb: str) -> None:
         assert not (files / "other").exists(), kind
 
 
-def test_bundles_keep_what_they_can(tmp_path: Path) -> None:
+def test_bundles_of_tensors_without_own_memory(tmp_path: Path) -> None:
     """A nested tensor and a lazy module's parameter come back from a bundle. Sleeping tensors are refused, because they
     have no bytes to save."""
     path, tensors = tmp_path / "x.pkl", odd()
@@ -141,8 +141,8 @@ def test_sleeping_tensors_are_not_loaded(tmp_path: Path) -> None:
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
 
 
-def test_a_missing_tensor_is_not_taken_for_tied(files: Path) -> None:
-    """strict=True reports a missing tensor that has no address. A tensor under two names counts as tied."""
+def test_a_missing_tensor_does_not_count_as_tied(files: Path) -> None:
+    """strict=True reports a missing tensor even if it has no address. Two names of one tensor count as tied."""
     wrapped = torch.nn.Module()
     wrapped.a, wrapped.other = (torch.nn.Parameter(Wrapper(torch.zeros(4, 4)), requires_grad=False) for _ in range(2))
     with pytest.raises(ow.ModelMismatchError, match="missing.*'other'"):
@@ -155,7 +155,7 @@ def test_a_missing_tensor_is_not_taken_for_tied(files: Path) -> None:
 
 
 def test_copies_of_a_state_dict_are_refused(files: Path) -> None:
-    """A module that copies its tensors into the state dict, as the first FSDP does, is refused, because loaded values
+    """A module is refused if its state dict holds copies of its tensors, as with the first FSDP, because loaded values
     would be lost with the copies."""
     model = module(torch.zeros(4, 4), torch.zeros(4, 4))
     model._register_state_dict_hook(
@@ -293,7 +293,7 @@ print(count > 100 and refused > 0)
 
 
 def test_a_rank_gets_its_part_of_a_dtensor(torch_script: Callable[..., Any]) -> None:
-    """In two meshes, each rank gets the same part as torch's own distribution gives it, for every placement, including
+    """In two meshes, each rank loads the part that torch's own distribution gives it, for every placement, including
     uneven and empty shards. Partial sums and unknown orders are refused."""
     assert torch_script(BLOCKS).stdout.split() == ["True"]
 
@@ -342,7 +342,7 @@ for group in (None, dist.group.WORLD):
         after = {name: one.to_local().data_ptr() for name, one in model.named_parameters() if hasattr(one, "to_local")}
         assert before == after and len(before) >= 2
 dist.barrier()
-os.write(1, b"loaded\\n")  # at once: the ranks share the output
+os.write(1, b"loaded\\n")  # one write, because the ranks share the output
 dist.destroy_process_group()
 os._exit(0)
 """
@@ -353,9 +353,9 @@ def test_ranks_load_into_sharded_modules(torch_script: Callable[..., Any]) -> No
     assert torch_script(RANKS).stdout.split() == ["loaded"] * 2
 
 
-def test_under_a_fake_tensor_mode_nothing_is_called_done(tmp_path: Path) -> None:
-    """Every function on torch tensors refuses to run under FakeTensorMode with a clear error, and works after it. The
-    mode only computes shapes, even for real tensors, so copies would silently be skipped."""
+def test_functions_refuse_to_run_under_a_fake_tensor_mode(tmp_path: Path) -> None:
+    """Every function on torch tensors refuses to run under FakeTensorMode with a clear error, and works after it. Under
+    this mode torch only computes shapes, even for real tensors, so copies would silently be skipped."""
     tensors = {"a": torch.arange(12.0).reshape(3, 4), "b": torch.empty(0)}
     path, strided = tmp_path / "m", torch.zeros(4, 3).t()
     ow.save_file(tensors, path)

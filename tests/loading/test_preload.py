@@ -1,4 +1,4 @@
-"""Tests preloads: by call and at import, joined, watched, cancelled and failed."""
+"""Tests preloads that a call or the import starts: loads that join them, progress, cancellation and errors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from conftest import same
 
 
 def save(folder: Path) -> None:
-    """Saves a file of each kind that a preload takes."""
+    """Saves one file of each kind that can be preloaded."""
     ow.save_file({"a": torch.arange(1000), "b": torch.ones(300, 300)}, folder / "m.safetensors")
     ow.save_file({"a": torch.arange(1000)}, folder / "plain.safetensors", compress=False)
     ow.compress_pickle({"w": torch.arange(9)}, folder / "x.pkl")
@@ -44,7 +44,7 @@ def test_a_load_joins_its_preload(tmp_path: Path, compress: bool) -> None:
     same(loaded["a"], tensors["a"])
 
 
-def test_every_verb_joins(tmp_path: Path) -> None:
+def test_every_reading_function_joins_a_preload(tmp_path: Path) -> None:
     tensors = {f"t{i}": torch.randn(50, 40) for i in range(9)}
     path = tmp_path / "m"
     ow.save_file(tensors, path)
@@ -65,7 +65,7 @@ def test_every_verb_joins(tmp_path: Path) -> None:
                 same(tensor, tensors[name])
 
 
-def test_it_is_handed_over_once_and_threads_do_not_mix(tmp_path: Path) -> None:
+def test_threads_that_load_at_once_get_separate_tensors(tmp_path: Path) -> None:
     path = tmp_path / "m"
     ow.save_file({"a": torch.arange(100_000)}, path)
     ow.preload(path)
@@ -91,13 +91,13 @@ def test_cancel_and_load_anyway(tmp_path: Path) -> None:
     job.cancel()
 
 
-def test_result_has_a_deadline(tmp_path: Path) -> None:
+def test_result_accepts_a_timeout(tmp_path: Path) -> None:
     path = tmp_path / "m"
     ow.save_file({"a": torch.randn(10)}, path)
     assert ow.preload(path).result(60) is None
 
 
-def test_errors_show_in_wait_and_in_the_load(tmp_path: Path) -> None:
+def test_wait_and_the_load_raise_the_error_of_a_preload(tmp_path: Path) -> None:
     path = tmp_path / "m"
     job = ow.preload(path)
     with pytest.raises(FileNotFoundError):
@@ -125,7 +125,7 @@ def test_errors_show_in_wait_and_in_the_load(tmp_path: Path) -> None:
 _WHAT = ["m.safetensors", "plain.safetensors", "repo", "i.index.json", "x.pkl", "nya/meta.csv", "meta.csv"]
 
 
-# One test under nyacomp's name is enough, because each imports torch.
+# Few tests use nyacomp's variable, because each of them imports torch.
 @pytest.mark.parametrize(
     ("what", "name"),
     [(what, "OVERWIRE_PRELOAD") for what in _WHAT]
@@ -152,8 +152,8 @@ else:
 
 
 @pytest.mark.parametrize("stop", ["NO_PRELOAD", "LOAD_UNCOMPRESSED", "OVERWIRE_NO_PRELOAD"])
-def test_what_stops_it(tmp_path: Path, script, torch_script, stop: str) -> None:
-    """nyacomp's variables are only read with its drop-in."""
+def test_variables_that_prevent_a_preload(tmp_path: Path, script, torch_script, stop: str) -> None:
+    """OVERWIRE_PRELOAD works without nyacomp's drop-in. nyacomp's own variables need it."""
     save(tmp_path)
     under = "import sys, overwire.compat.nyacomp\nprint('overwire._core' in sys.modules)"
     alone = "import sys, overwire\nprint('overwire._core' in sys.modules)"
@@ -188,7 +188,7 @@ except ow.OverwireError as error:
         assert f"OVERWIRE_PRELOAD={what}: nothing is preloaded" in done.stderr
 
 
-def test_it_needs_no_gil(torch_script) -> None:
+def test_a_preload_runs_without_the_gil(torch_script) -> None:
     torch_script(
         """
 import os
@@ -196,7 +196,7 @@ import torch, overwire as ow
 ow.save_file({f"t{i}": torch.randn(512, 512) for i in range(16)}, "m")
 job = ow.preload("m")
 before = job.progress()
-# One C call that holds the GIL until it returns.
+# This one C call holds the GIL until it returns.
 sum(range(60_000_000))
 after = job.progress()
 assert after.bytes == after.total_bytes > 0, (before, after)
@@ -205,7 +205,7 @@ assert job.wait(0)
     )
 
 
-def test_exit_while_it_runs(tmp_path: Path, script) -> None:
+def test_exit_during_a_preload(tmp_path: Path, script) -> None:
     ow.save_file({f"t{i}": torch.randn(700, 700) for i in range(9)}, tmp_path / "m")
     for _ in range(10):
         script("import overwire as ow", OVERWIRE_PRELOAD="m")
@@ -219,7 +219,7 @@ def test_a_preload_to_the_host_touches_no_gpu(script) -> None:
     script(
         """
 import os, overwire as ow
-assert ow.preload("m").wait(60)  # joins the preload of the environment
+assert ow.preload("m").wait(60)  # joins the preload that OVERWIRE_PRELOAD started
 assert "libcuda" not in open("/proc/self/maps").read()
 if os.fork() == 0:  # as in a program with workers
     os._exit(0)

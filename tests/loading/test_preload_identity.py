@@ -1,4 +1,4 @@
-"""Tests that every load of the preloaded bytes joins the preload, and that no other load does."""
+"""Tests that a load joins a preload only if the preload has exactly the bytes that the load would read."""
 
 from __future__ import annotations
 
@@ -92,8 +92,8 @@ READS: dict[str, Callable[[Path], dict[str, Any]]] = {
     "change", [_save, _rename, _in_place, _convert, _by_safetensors, _by_the_original], ids=lambda made: made.__name__[1:]
 )
 def test_a_file_that_was_replaced(tmp_path: Path, caplog: Log, compress: bool, change: Callable[..., None]) -> None:
-    """A load returns the current tensors and logs one line about the dropped preload. It does not matter how the file
-    was replaced, or which function reads it."""
+    """If the file was replaced in any way, every reading function returns the current tensors and logs one line about
+    the dropped preload."""
     path = tmp_path / "m.safetensors"
     for name, read in READS.items():
         ow.save_file(OLD, path, compress=compress)
@@ -134,7 +134,7 @@ def test_a_shard_that_was_replaced(tmp_path: Path, caplog: Log, what: str) -> No
         with ow.safe_open(shard) as file:
             for name in file.offset_keys():
                 same(file.get_tensor(name), tensors[name])
-                same(file.get_tensor(name), tensors[name])  # the second call reads it from the file
+                same(file.get_tensor(name), tensors[name])  # the second call reads the file
         assert joined(caplog), shard
         caplog.clear()
     # A replaced shard.
@@ -217,9 +217,9 @@ def let_go(path: Path) -> bool:
     return not mapped(path)
 
 
-def test_settings_of_the_call(tmp_path: Path, caplog: Log) -> None:
-    """A load with a different mmap or read setting does not use the preload. A load with lenient, dtype, keys, filter
-    or mmap=None does."""
+def test_load_settings_that_prevent_joining(tmp_path: Path, caplog: Log) -> None:
+    """A load with mmap=False or another read setting does not use the preload. lenient, dtype, keys, filter and
+    mmap=None do not prevent it."""
     path = tmp_path / "m.safetensors"
     ow.save_file(NEW, path, compress=False)
     for arguments in ({"mmap": False}, {"read": "direct"}):
@@ -241,9 +241,9 @@ def test_settings_of_the_call(tmp_path: Path, caplog: Log) -> None:
     assert joined(caplog) and not dropped(caplog)
 
 
-def test_a_failed_preload_is_no_error_of_the_load(tmp_path: Path, caplog: Log) -> None:
-    """A failed preload of a missing, partial or invalid file, or of a pickle without its container, does not make the
-    load fail. The load reads the current file."""
+def test_a_load_works_after_a_failed_preload(tmp_path: Path, caplog: Log) -> None:
+    """A load works after a failed preload of a missing, partial or invalid file, or of a pickle without its container.
+    It reads the current file."""
     path = tmp_path / "m.safetensors"
     whole = tmp_path / "whole.safetensors"
     ow.save_file(NEW, whole, compress=False)
@@ -258,8 +258,8 @@ def test_a_failed_preload_is_no_error_of_the_load(tmp_path: Path, caplog: Log) -
         path.unlink()
 
 
-def test_a_look_leaves_the_preload(tmp_path: Path, caplog: Log) -> None:
-    """plan, inspect, metadata and slices do not use up a preload. The next load joins it."""
+def test_metadata_and_slices_leave_the_preload(tmp_path: Path, caplog: Log) -> None:
+    """plan, inspect, metadata and slices do not use up a preload, so the next load joins it."""
     path = tmp_path / "m.safetensors"
     ow.save_file(NEW, path)
     assert ow.preload(path).wait(60)
@@ -273,7 +273,7 @@ def test_a_look_leaves_the_preload(tmp_path: Path, caplog: Log) -> None:
     assert joined(caplog) and not dropped(caplog)
 
 
-def test_a_pinned_model_keeps_what_it_pinned(tmp_path: Path) -> None:
+def test_a_pinned_model_keeps_its_bytes(tmp_path: Path) -> None:
     """A pinned model keeps its bytes even if its file is replaced and preloaded afterwards."""
     path = tmp_path / "m.safetensors"
     ow.save_file(OLD, path)
@@ -285,7 +285,7 @@ def test_a_pinned_model_keeps_what_it_pinned(tmp_path: Path) -> None:
         same(ow.safe_open(model).get_tensor("b"), OLD["b"])
 
 
-def test_other_packages_faces_join(tmp_path: Path, caplog: Log) -> None:
+def test_drop_ins_join_a_preload(tmp_path: Path, caplog: Log) -> None:
     """The drop-ins for safetensors, fastsafetensors, tensorizer and nyacomp join a preload."""
     from overwire.compat import safetensors as compat
     from overwire.compat.fastsafetensors import fastsafe_open
@@ -331,7 +331,7 @@ def test_other_packages_faces_join(tmp_path: Path, caplog: Log) -> None:
 
 
 def test_one_copy_in_memory(script, tmp_path: Path) -> None:
-    """With OVERWIRE_PRELOAD and a program that opens each shard and tensor separately, the model is in memory once."""
+    """A program that opens each shard and tensor separately has a preloaded model in memory once."""
     tensors = {f"t{i}": torch.randn(1 << 20) for i in range(24)}  # 96 MiB
     ow.save_file(tensors, tmp_path / "model.safetensors", max_shard_size="33MB")
     done = script(
@@ -379,7 +379,7 @@ assert ow.load_file("later.safetensors", framework="np")["w"].sum() == 3
     assert "nothing is preloaded" in done.stderr
 
 
-def test_half_a_download(script, tmp_path: Path) -> None:
+def test_a_preload_of_a_partial_download(script, tmp_path: Path) -> None:
     ow.save_file({"w": torch.ones(1000)}, tmp_path / "whole", compress=False)
     (tmp_path / "m.safetensors").write_bytes((tmp_path / "whole").read_bytes()[:2000])
     script(
@@ -406,12 +406,12 @@ def test_a_fifo_does_not_block_the_import(script, tmp_path: Path, what: str) -> 
 
 
 def test_children_do_not_preload(script, tmp_path: Path) -> None:
-    """Only the main program preloads, although multiprocessing workers also import it and overwire."""
+    """Only the main program starts a preload. multiprocessing workers import the program and overwire, but do not."""
     ow.save_file({"w": torch.ones(1000)}, tmp_path / "m.safetensors")
     (tmp_path / "program.py").write_text(
         """
 import sys
-import overwire as ow  # in every child, before multiprocessing marks it as one
+import overwire as ow  # runs in children before multiprocessing marks them
 LOADED = "overwire._core" in sys.modules
 
 def look(_):
@@ -461,7 +461,7 @@ if __name__ == "__main__":
     ],
 )
 def test_each_rank_preloads_to_its_gpu(monkeypatch: pytest.MonkeyPatch, env: dict[str, str], device: int) -> None:
-    """Without torch, a rank preloads to the GPU that the launcher assigned."""
+    """Without torch, a rank preloads to the GPU that its launcher assigned."""
     import sys
 
     from overwire.verbs import preload as preloading
@@ -528,8 +528,8 @@ def server() -> Iterator[Server]:
 
 
 def test_objects_over_http(server: Server, tmp_path: Path, caplog: Log) -> None:
-    """An object whose ETag or date has changed is read again. One without a strong ETag or a date is not preloaded. An
-    unchanged object joins and is read once."""
+    """An object is read again if its ETag or date has changed. An object without a strong ETag or a date is not
+    preloaded. A load of an unchanged object joins the preload, and the object is read once."""
     big = {"a": torch.randn(200_000), "b": torch.arange(500)}
     other = {"a": torch.randn(200_000), "b": torch.arange(500)}
     contents = []

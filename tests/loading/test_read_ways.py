@@ -1,4 +1,4 @@
-"""Tests that OVERWIRE_READ changes only how long a load takes."""
+"""Tests that OVERWIRE_READ does not change the loaded tensors."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ for name, compress in {"plain": False, "packed": True}.items():
     else:
         raise AssertionError("a file that is cut off loads")
 
-# Cut off after opening and before reading.
+# The file is cut off after it is opened and before it is read.
 ow.save_file(made, "late", compress=False)
 with ow.safe_open("late", framework="np") as file:
     os.truncate("late", os.path.getsize("late") - 1000)
@@ -58,20 +58,20 @@ print("same")
 
 
 @pytest.mark.parametrize("how", ["auto", "buffered", "direct", "gds"])
-def test_every_way_gives_the_same(script: Script, how: str) -> None:
+def test_every_read_mode_gives_the_same_tensors(script: Script, how: str) -> None:
     done = script(LOADS, OVERWIRE_READ=how)
     assert done.stdout == "same\n"
     assert "OVERWIRE_READ" not in done.stderr
 
 
-def test_a_way_that_is_none_is_told(script: Script) -> None:
+def test_a_warning_names_an_unknown_value(script: Script) -> None:
     done = script("import overwire as ow; ow.doctor()", OVERWIRE_READ="sideways")
     assert 'OVERWIRE_READ="sideways" ignored' in done.stderr
 
 
-def test_a_load_has_its_own_way(tmp_path: Path) -> None:
-    """read= applies to one load and takes the values of OVERWIRE_READ. On the CPU, the report does not say that
-    GPUDirect Storage is missing."""
+def test_read_applies_to_one_load(tmp_path: Path) -> None:
+    """read= applies to one load and accepts the values of OVERWIRE_READ. On the CPU, the report does not mention
+    GPUDirect Storage."""
     ow.save_file({"a": np.arange(9)}, tmp_path / "m", compress=False)
     for how in (None, "auto", "buffered", "direct", "gds"):
         assert ow.load_file(tmp_path / "m", framework="np", mmap=False, read=how)["a"].tolist() == list(range(9))
@@ -91,7 +91,7 @@ def test_a_load_has_its_own_way(tmp_path: Path) -> None:
     assert real["why"] and isinstance(real["usable"], bool)
 
 
-def test_one_line_says_why_there_is_no_gds(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_gds_is_logged_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jobs, "_has_warned", False)
     for reason in ("no nvidia-fs", "no nvidia-fs", "no libcufile"):
         jobs._say_once(reason)

@@ -19,7 +19,7 @@ torch = pytest.importorskip("torch")
 import overwire as ow  # noqa: E402
 import safetensors.torch  # noqa: E402
 
-# The number of random files. OVERWIRE_TEST_CASES=200 tries 200.
+# The number of random files that are tried.
 CASES = int(os.environ.get("OVERWIRE_TEST_CASES") or 4)
 
 TYPES = "bfloat16 float16 float32 float64 int8 uint8 int64 bool complex64".split()
@@ -27,7 +27,7 @@ TYPES += "float8_e4m3fn float8_e5m2 float4_e2m1fn_x2".split()
 
 
 def flat(tensor: Any) -> Any:
-    """Returns a tensor's bytes. A single element may have any stride, so as_strided is used."""
+    """Returns a tensor's bytes. It uses as_strided, because a tensor of one element may have any stride."""
     return tensor.contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
@@ -45,7 +45,7 @@ def shape_of(rng: random.Random, count: int) -> list[int]:
 
 
 def tensors_of(rng: random.Random) -> dict[str, Any]:
-    """Returns tensors of random types and sizes. Some are equal to others, but have different names and shapes."""
+    """Returns tensors of random types and sizes. Some have equal bytes under different names and shapes."""
     tensors: dict[str, Any] = {}
     for number in range(rng.randint(4, 9)):
         dtype = getattr(torch, rng.choice(TYPES))
@@ -58,7 +58,7 @@ def tensors_of(rng: random.Random) -> dict[str, Any]:
         for name in range(rng.randint(1, 4)):
             # A copy, because the writer has to detect equal tensors.
             shape = shape_of(rng, count)
-            if dtype == torch.float4_e2m1fn_x2 and not shape:  # a pair needs a dimension
+            if dtype == torch.float4_e2m1fn_x2 and not shape:  # a pair of F4 values needs a dimension
                 shape = [1]
             tensor = values.clone().view(dtype).reshape(shape) if count else torch.empty(shape, dtype=dtype)
             tensors[f"{rng.randrange(10)}_{number}_{name}"] = tensor
@@ -85,7 +85,7 @@ def all_of(reader: str, found: Any, want: dict[str, Any]) -> None:
 
 
 def cut_of(rng: random.Random, shape: Any) -> tuple[slice, ...]:
-    """Returns an index of rows, columns, or a block of both."""
+    """Returns a random index of rows, columns, or both."""
     cut = []
     for size in shape[: rng.randint(1, 2)]:
         low = rng.randint(0, size)
@@ -120,7 +120,7 @@ def read_without_torch(path: Path, want: dict[str, Any]) -> None:
 
 
 def read_in_place(path: Path, want: dict[str, Any]) -> None:
-    # The memory initially has different bytes than the file, so that bytes which no load wrote are found.
+    # The memory starts with other bytes than the file, so that bytes which the load skips are found.
     memory = {name: changed(tensor) for name, tensor in want.items()}
     with ow.safe_open(path, "pt") as file:
         file.load_into([(name, None, tensor) for name, tensor in memory.items()])
@@ -156,8 +156,8 @@ def read_by_verbs(path: Path, want: dict[str, Any], folder: Path) -> None:
 
 
 def files_of(rng: random.Random, tensors: dict[str, Any], folder: Path) -> Iterator[Path]:
-    """Yields files of the tensors: plain, saved compressed, and compressed from the plain file. The last must
-    decompress to the plain file."""
+    """Yields files of the tensors: plain, saved compressed, and compressed from the plain file. Also checks that the
+    last file decompresses to the plain file."""
     plain = folder / "plain.safetensors"
     ow.save_file(tensors, plain, compress=False)
     yield plain
@@ -177,7 +177,7 @@ def files_of(rng: random.Random, tensors: dict[str, Any], folder: Path) -> Itera
 
 @pytest.mark.parametrize("case", range(CASES))
 def test_all_readers_of_a_file_agree(tmp_path: Path, case: int, seed: int) -> None:
-    """Each reader returns the written tensors, for any tensors, aliases, column parts and level."""
+    """Each reader returns the written tensors, for random tensors, aliases, column parts and levels."""
     rng = random.Random(seed + case)
     torch.manual_seed(seed + case)
     tensors = tensors_of(rng)
@@ -198,9 +198,9 @@ def agree(path: Path, tensors: dict[str, Any], folder: Path, rng: random.Random)
         read()
 
 
-def test_aliases_of_column_parts_that_early_writers_made(tmp_path: Path, seed: int) -> None:
-    """If an alias has different rows than its tensor in column parts, as early writers made them, each reader returns
-    the bytes in plain order."""
+def test_aliases_in_column_parts_of_early_writers(tmp_path: Path, seed: int) -> None:
+    """Early writers made aliases with other rows than their tensor in column parts. Each reader returns their bytes in
+    plain order."""
     path = ROOT / "tests" / "goldens" / "save" / "other-rows-1.0" / "parts.safetensors"
     ow.convert(path, tmp_path / "plain.safetensors", compress=False)
     tensors = safetensors.torch.load_file(tmp_path / "plain.safetensors")

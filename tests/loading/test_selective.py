@@ -16,7 +16,7 @@ LAYERS, EXPERTS = 2, 6
 
 
 def names_of(kind: str) -> list[str]:
-    """Returns the names of an expert's tensors for this kind of quantisation."""
+    """Returns the names of an expert's tensors for one kind of quantisation."""
     return {
         "plain": ["gate_proj.weight", "down_proj.weight", "down_proj.bias"],
         "packed": [f"up_proj.{end}" for end in ("weight_packed", "weight_scale", "weight_global_scale", "input_scale", "weight_shape")],
@@ -26,8 +26,8 @@ def names_of(kind: str) -> list[str]:
 
 
 def mixture(kind: str) -> dict[str, torch.Tensor]:
-    """Returns the tensors of a small mixture-of-experts model. Some names contain an expert's number; others only look
-    similar."""
+    """Returns the tensors of a small mixture-of-experts model. Some names contain an expert's number, and others only
+    look like it."""
     torch.manual_seed(9)
     made = {"model.embed_tokens.weight": torch.randn(40, 8), "experts.weight": torch.randn(3)}
     for layer in range(LAYERS):
@@ -43,7 +43,7 @@ def mixture(kind: str) -> dict[str, torch.Tensor]:
 
 
 def sharded(tensors: dict[str, torch.Tensor], folder: Path, shard: Any, compress: bool = False) -> dict[str, str]:
-    """Writes shards and their index. `shard` maps a tensor name to its shard number."""
+    """Writes shards and their index, and returns each tensor's file. `shard` maps a tensor name to its shard number."""
     files: dict[str, dict[str, torch.Tensor]] = {}
     for name, tensor in tensors.items():
         files.setdefault(f"model-{shard(name):05}.safetensors", {})[name] = tensor
@@ -55,12 +55,12 @@ def sharded(tensors: dict[str, torch.Tensor], folder: Path, shard: Any, compress
 
 
 @pytest.mark.parametrize("compress", [False, True])
-def test_only_the_shards_that_are_needed(tmp_path: Path, compress: bool) -> None:
+def test_only_needed_shards_are_opened(tmp_path: Path, compress: bool) -> None:
     tensors = {f"t{i}": torch.randn(300 + i) for i in range(12)}
     where = sharded(tensors, tmp_path, lambda name: int(name[1:]) % 4, compress)
     wanted = ["t5", "t1", "t2"]
     for file in set(where.values()) - {where[name] for name in wanted}:
-        (tmp_path / file).unlink()  # opening it fails
+        (tmp_path / file).unlink()  # so that opening it fails
     for source in (tmp_path, tmp_path / "model.safetensors.index.json"):
         for loaded in (
             ow.load_file(source, keys=wanted),
@@ -87,8 +87,8 @@ def test_only_the_shards_that_are_needed(tmp_path: Path, compress: bool) -> None
         ow.load_file(tmp_path, filter="t5")  # type: ignore[arg-type]
 
 
-def test_names_beside_the_index(tmp_path: Path) -> None:
-    """Only the index decides which tensors belong to the model, even if a shard contains others."""
+def test_tensors_that_the_index_does_not_name(tmp_path: Path) -> None:
+    """Only the index decides which tensors belong to the model. Other tensors in its shards are ignored."""
     tensors = {f"t{i}": torch.randn(30) for i in range(4)}
     sharded(tensors, tmp_path, lambda name: int(name[1:]))
     index = tmp_path / "model.safetensors.index.json"
@@ -110,7 +110,7 @@ def test_names_beside_the_index(tmp_path: Path) -> None:
 @pytest.mark.parametrize("placement", ["linear", "round_robin"])
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_experts(tmp_path: Path, kind: str, placement: str, world: int) -> None:
-    """Each rank gets its experts' weights. Scales, zero points and shared tensors go to all ranks. Together the ranks
+    """Each rank gets its experts' weights, and all ranks get scales, zero points and shared tensors. Together the ranks
     have everything, and each weight once."""
     tensors = mixture(kind)
     sharded(tensors, tmp_path, lambda name: len(name) % 3)
@@ -128,7 +128,7 @@ def test_experts(tmp_path: Path, kind: str, placement: str, world: int) -> None:
         assert seen[name] == (1 if own else world), name
 
 
-def test_experts_share_out() -> None:
+def test_experts_that_do_not_divide_evenly() -> None:
     """If the experts do not divide evenly, the first ranks have one more."""
     for count in (1, 5, 6, 128):
         for world in (1, 2, 3, 4, 8):
@@ -157,7 +157,8 @@ def test_experts_leave_shards_closed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("compress", [False, True])
 def test_rows_read_their_bytes(tmp_path: Path, compress: bool) -> None:
-    """A slice along dimension 0 reads only the pages of its rows, or the chunks that contain them if compressed."""
+    """A slice along dimension 0 reads only the pages of its rows or, in a compressed file, the chunks that contain
+    them."""
     rows, row = 8192, 512 * 2
     tensor = torch.randn(rows, row // 2).bfloat16()
     path = tmp_path / "a.safetensors"
@@ -185,7 +186,7 @@ def test_budget(tmp_path: Path) -> None:
     ow.load_file(path, keys=["i"], max_memory=80)
     with pytest.raises(ow.OutOfMemoryError, match=rf"3 tensors take {total} bytes on cpu, 1 over max_memory of {total - 1}.*'a' with 4000"):
         ow.load_file(path, max_memory=total - 1)
-    # A cast briefly keeps two copies of a tensor, here of b.
+    # During a cast, both copies of a tensor are in memory, here of b.
     with pytest.raises(ow.OutOfMemoryError):
         ow.load_file(path, dtype="float32", max_memory=total + 1999)
     loaded = ow.load_file(path, dtype="float32", max_memory=total + 2000)
@@ -226,8 +227,8 @@ def test_plan(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("compress", [False, True])
 def test_many_tensors_while_they_arrive(tmp_path: Path, compress: bool) -> None:
-    """Tensors get their destinations while later ones are still arriving. GPU loads do this; the test does it on the
-    CPU. Each tensor has its destination, including empty ones and those that already had one."""
+    """Tensors get their destinations while later tensors are still arriving. GPU loads work like this; the test does it
+    on the CPU. Empty tensors and tensors that already had a destination are included."""
     from overwire.frameworks.choose import frame_for
     from overwire.model.opened import Model
 
@@ -249,7 +250,7 @@ def test_many_tensors_while_they_arrive(tmp_path: Path, compress: bool) -> None:
 
 
 def test_many_tensors_one_by_one(tmp_path: Path) -> None:
-    """Tensors that are loaded by name share one mapping, because a process may have only 65,530."""
+    """Tensors that are loaded by name share one mapping, because a process can have only 65,530 mappings."""
     count = 300
     whole = torch.arange(count * 2, dtype=torch.int16).view(count, 2)
     path = tmp_path / "many.safetensors"
@@ -263,7 +264,7 @@ def test_many_tensors_one_by_one(tmp_path: Path) -> None:
 
 
 def test_bytes_and_specs(tmp_path: Path) -> None:
-    """Without a framework, tensors are saved from their address and loaded as memoryviews."""
+    """Without a framework, tensors are saved from their addresses and loaded as memoryviews."""
     tensors = {"a": torch.randn(40, 3).bfloat16(), "e": torch.empty(0, 4), "s": torch.tensor(7)}
     specs = {
         name: ow.TensorSpec(
@@ -292,7 +293,7 @@ def test_bytes_and_specs(tmp_path: Path) -> None:
 
 
 def test_device_names(tmp_path: Path) -> None:
-    """Every name of the CPU is accepted. Anything that is not a device is refused before a file is opened."""
+    """Every name of the CPU is accepted. A value that is not a device is refused before a file is opened."""
     ow.save_file({"a": torch.ones(3)}, tmp_path / "m")
     for host in ("cpu", "cpu:0", torch.device("cpu"), torch.device("cpu", 0)):
         assert ow.load_file(tmp_path / "m", host)["a"].device.type == "cpu"

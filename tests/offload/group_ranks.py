@@ -1,5 +1,5 @@
-"""Runs the ranks of tests/offload/test_offload_groups.py as forks of one process. The command line names a folder, the
-number of ranks and the cases."""
+"""Runs the ranks of tests/offload/test_offload_groups.py as forks of one process. The arguments are a folder, the
+number of ranks, and the cases."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from overwire.offloading import tiers
 
-# Seconds after which a rank counts as hanging.
+# A rank hangs if it runs for more seconds than this.
 HANGS = 120
 
 
@@ -35,7 +35,7 @@ class Layer(torch.nn.Module):
 
 
 class Model(torch.nn.Module):
-    """Blocks of different sizes, of which some are smaller than a page for each rank, in a configurable order."""
+    """A model that runs its blocks in any order. Some blocks are smaller than one page for each rank."""
 
     def __init__(self, seed: int = 3) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ def run(model: Model, order: list[int] | None = None) -> torch.Tensor:
 
 
 def fails(kind: type[BaseException], *words: str) -> Any:
-    """Returns a context that expects an error with these words."""
+    """Returns a context that expects an error of this kind with these words."""
 
     class Expect:
         error: Any = None
@@ -77,7 +77,7 @@ def fails(kind: type[BaseException], *words: str) -> Any:
 
 
 def same(group: Any, rank: int, ranks: int) -> None:
-    """Outputs are those of the resident model in each order, and each rank stores its part."""
+    """Checks that outputs equal the resident model's in each order, and that each rank stores its part."""
     model, plain = Model(), Model()
     with ow.offload(Model(), "cpu") as alone:
         stored = alone.stored
@@ -95,8 +95,8 @@ def same(group: Any, rank: int, ranks: int) -> None:
             for order in ([0, 1, 2, 3, 4], [0, 1, 2, 3, 4], [4, 0, 2, 2, 1], [3], [1, 3, 0], [0, 1, 2, 3, 4]):
                 assert torch.equal(run(model, order), run(plain, order)), (one, order)
             assert not any(block.is_changed for block in offloaded._away), "the digests are wrong"
-        model.assert_whole()  # a rank may close before another one has finished the last pass
-    folder.cleanup()  # forks end without it
+        model.assert_whole()  # a rank may close while another one runs the last pass
+    folder.cleanup()  # forked ranks exit without this cleanup
 
 
 def every_name(options: dict[str, Any]) -> list[str]:
@@ -106,7 +106,7 @@ def every_name(options: dict[str, Any]) -> list[str]:
 
 
 def reads(group: Any, rank: int, ranks: int) -> None:
-    """Each rank reads its part of the stored chunks of each block. Ranks read a chunk between two parts twice."""
+    """Each rank reads its part of the stored chunks of each block. A chunk that lies in two parts is read twice."""
     folder = shared_folder(group)
     sides, chunk = {"small": 64, "large": 2048}, 1 << 20
     if rank == 0:
@@ -147,7 +147,7 @@ def shared_folder(group: Any) -> Path:
 
 
 def damaged(group: Any, rank: int, ranks: int) -> None:
-    """If a chunk is wrong, or the file is another one on a rank, all ranks raise, and the model is on meta again."""
+    """If a chunk is wrong, or one rank has a different file, all ranks raise an error. The model is on meta again."""
     folder = shared_folder(group)
     if rank == 0:
         for name in ("one", "two"):
@@ -158,7 +158,7 @@ def damaged(group: Any, rank: int, ranks: int) -> None:
         for name in ("four", "five"):
             model = squares(128, "cpu")
             torch.manual_seed(len(name) + (name == "five"))
-            for parameter in model.parameters():  # bytes that do not compress, so that sizes are equal
+            for parameter in model.parameters():  # bytes that do not compress, so that the files have equal sizes
                 parameter.data = torch.randint(0, 256, (128, 256), dtype=torch.uint8).view(torch.bfloat16)
             ow.save_model(model, folder / f"{name}.safetensors", compress=True)
     dist.barrier(group)
@@ -176,7 +176,7 @@ def damaged(group: Any, rank: int, ranks: int) -> None:
 
 
 def arguments(group: Any, rank: int, ranks: int) -> None:
-    """Differences and refused options raise on all ranks, and the model is unchanged."""
+    """Checks that different or refused arguments raise on all ranks and leave the model unchanged."""
     model = Model(3 if rank != 1 else 4)
     with fails(ow.ArgumentError, "'layers.0' has different weights on rank 1"):
         ow.offload(model, "cpu", group=group)
@@ -193,7 +193,7 @@ def arguments(group: Any, rank: int, ranks: int) -> None:
 
 
 def beginning(group: Any, rank: int, ranks: int) -> None:
-    """If a rank fails while blocks are stored, all raise and have all weights, also of blocks that were stored."""
+    """Checks that all ranks raise if one fails while blocks are stored, and that each has all weights again."""
     model, encode, calls = Model(), tiers.encode_block, [0]
 
     def fail(*given: Any) -> Any:
@@ -212,7 +212,7 @@ def beginning(group: Any, rank: int, ranks: int) -> None:
 
 
 def order(group: Any, rank: int, ranks: int) -> None:
-    """If a rank runs another block, all ranks raise an error that names it. They can close and begin again."""
+    """Checks that all ranks raise an error with the block's name if one runs another block, and can start again."""
     model = Model()
     for _ in range(2):
         with ow.offload(model, "cpu", group=group):
@@ -231,7 +231,7 @@ def change(module: Any, args: Any, output: Any) -> None:
 
 
 def escapes(group: Any, rank: int, ranks: int) -> None:
-    """Blocks that keep or change their weights stay right, with the same blocks loaded on all ranks."""
+    """Checks that all ranks load the same blocks if blocks keep or change their weights, with right outputs."""
     model, plain = Model(), Model()
 
     def keep(module: Any, args: Any, output: Any) -> None:
@@ -248,7 +248,7 @@ def escapes(group: Any, rank: int, ranks: int) -> None:
 
 
 def differs(group: Any, rank: int, ranks: int) -> None:
-    """If only rank 1 keeps a view of a block's weights for some passes, or changes a block, all outputs are right."""
+    """Checks that all outputs are right if only rank 1 keeps a view of a block's weights, or changes a block."""
     kept: list[Any] = []
     for slots in (1, 2, 5):
         model, plain = Model(), Model()
@@ -266,7 +266,8 @@ def differs(group: Any, rank: int, ranks: int) -> None:
 
 
 def lost(group: Any, rank: int, act: Callable[[Any], None], *words: str) -> None:
-    """Rank 1 acts in the middle of a pass. The others raise an error with these words, and have all weights."""
+    """Lets rank 1 act in the middle of a pass. The other ranks raise an error with these words, and have all
+    weights."""
     model = Model()
     offloaded = ow.offload(model, "cpu", group=group)
     run(model)
@@ -274,14 +275,14 @@ def lost(group: Any, rank: int, act: Callable[[Any], None], *words: str) -> None
         run(model, [0, 1])
         act(offloaded)
         with fails(ow.IOFailure, "has closed"):
-            run(model, [2, 3])  # the others had announced the first one
+            run(model, [2, 3])  # the other ranks had announced the first block
         offloaded.close()
         model.assert_whole()
         return
     began = time.monotonic()
     with fails(ow.IOFailure, "block 'layers.2'", "Offloaded.close() restores") as failure:
         run(model)
-    # A rank that looks late may find that another one has raised this error and closed.
+    # A slow rank may find that another rank has already raised this error and closed.
     assert "has closed" in str(failure.error) or all(word in str(failure.error) for word in words), failure.error
     assert time.monotonic() - began < 20
     offloaded.close()
@@ -307,7 +308,7 @@ def late(group: Any, rank: int, ranks: int) -> None:
 
 
 def interrupted(group: Any, rank: int, ranks: int) -> None:
-    """Ctrl-C on one rank that waits for the others ends the pass on all ranks."""
+    """Checks that Ctrl-C on one rank that waits for the other ranks ends the pass on all ranks."""
     model = Model()
     with ow.offload(model, "cpu", group=group):
         run(model)
@@ -324,7 +325,7 @@ def interrupted(group: Any, rank: int, ranks: int) -> None:
 
 
 def dies_beginning(group: Any, rank: int, ranks: int) -> None:
-    """A rank dies while blocks are stored. The others raise and have all weights."""
+    """Checks that all other ranks raise and have all weights if a rank dies while blocks are stored."""
     model, encode, calls = Model(), tiers.encode_block, [0]
 
     def die(*given: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Tests that a model runs with equal outputs while its idle blocks are offloaded."""
+"""Tests that a model gives equal outputs while the blocks that do not run are offloaded."""
 
 from __future__ import annotations
 
@@ -51,7 +51,8 @@ IDS = torch.arange(14).reshape(2, 7)
 
 @pytest.fixture(autouse=True)
 def slots_are_poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fills a slot with 0xff after its block has run and before new weights arrive, so that a wrong read shows."""
+    """Fills a slot with 0xff between its block's run and the next weights, so that reading it then gives wrong
+    outputs."""
     release, fetch = rings.Ring.release, rings._HostCarrier.fetch
 
     def poison(self: Any, at: int) -> bool:
@@ -79,7 +80,7 @@ BYTES = [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8]
 
 
 class Cast(torch.nn.Module):
-    """A block with weights of a dtype that matrix products do not accept. The forward casts them."""
+    """A block that casts its weights, because matrix products do not accept their dtype."""
 
     def __init__(self, dtype: torch.dtype, rows: int = 61) -> None:
         super().__init__()
@@ -112,7 +113,7 @@ def test_weights_of_a_byte(dtype: torch.dtype, source: str | None, tmp_path: Pat
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("keep", [None, 150_000, "1GB"])
-def test_outputs_are_those_of_the_resident_model(dtype: torch.dtype, keep: int | str | None) -> None:
+def test_outputs_equal_the_resident_models(dtype: torch.dtype, keep: int | str | None) -> None:
     """Outputs are equal bit for bit in any order of the blocks, even if blocks are skipped or repeated. close restores
     all bytes."""
     model = Model(dtype=dtype)
@@ -128,8 +129,8 @@ def test_outputs_are_those_of_the_resident_model(dtype: torch.dtype, keep: int |
     assert torch.equal(outputs(model), outputs(reference)) and model.head.weight is model.embed.weight
 
 
-def test_a_parameter_that_is_away_says_so() -> None:
-    """An offloaded parameter has its metadata. Reading, writing and saving it raise an error with its name."""
+def test_using_an_offloaded_parameter_raises_an_error_with_its_name() -> None:
+    """An offloaded parameter has its metadata. Reading, writing or saving it raises an error with its name."""
     model = Model()
     with ow.offload(model, "cpu"):
         weight = model.layers[1].up.weight
@@ -154,8 +155,8 @@ def test_a_parameter_that_is_away_says_so() -> None:
     assert not model.layers[1].up.weight.requires_grad
 
 
-def test_what_is_offloaded_is_not_pickled_or_copied() -> None:
-    """Pickling and copying an offloaded model or its handle is refused, even if all blocks stay on the device."""
+def test_offloaded_models_are_not_pickled_or_copied() -> None:
+    """An offloaded model and its handle cannot be pickled or copied, even if all blocks stay on the device."""
     model = Model()
     with ow.offload(model, "cpu") as offloaded:
         for use in (pickle.dumps, copy.deepcopy, lambda one: torch.save(one, io.BytesIO())):
@@ -168,7 +169,7 @@ def test_what_is_offloaded_is_not_pickled_or_copied() -> None:
 
 
 def test_compiled_blocks_work() -> None:
-    """Blocks that were compiled before or after offloading work, and so do their hooks."""
+    """Blocks work if they were compiled before or after offloading, and so do their hooks."""
     model = Model(3)
     reference = outputs(model)
     model.layers[0].compile(backend="eager")
@@ -178,7 +179,7 @@ def test_compiled_blocks_work() -> None:
             assert torch.equal(outputs(model), reference)
 
 
-def test_gradients_and_what_is_wrong_are_refused_before_anything_changes() -> None:
+def test_gradients_and_wrong_arguments_are_refused_before_any_change() -> None:
     """Gradients and wrong arguments are refused, and the model does not change."""
     model = Model()
     with ow.offload(model, "cpu"), pytest.raises(ow.NotSupportedError, match="gradients"):
@@ -201,7 +202,7 @@ def test_gradients_and_what_is_wrong_are_refused_before_anything_changes() -> No
 
 
 def test_an_error_in_the_middle_of_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After an error or Ctrl-C in a block, the next pass is right and close works."""
+    """After an error or Ctrl-C in a block, the next pass gives right outputs and close works."""
     model = Model()
     reference = outputs(model)
     offloaded = ow.offload(model, "cpu")
@@ -222,7 +223,7 @@ def test_an_error_in_the_middle_of_a_pass(monkeypatch: pytest.MonkeyPatch) -> No
     assert torch.equal(outputs(model), reference)
 
 
-def test_two_threads_run_the_model() -> None:
+def test_three_threads_run_the_model() -> None:
     """Three threads run the model at the same time with one to three slots."""
     model = Model()
     reference = outputs(model)
@@ -243,7 +244,8 @@ def test_two_threads_run_the_model() -> None:
 
 @pytest.mark.parametrize("compress", [True, False])
 def test_weights_come_from_a_file(tmp_path: Path, compress: bool) -> None:
-    """A model with other values, or on meta, gets its weights from a file. A file that lacks some is refused."""
+    """A model with other values or on the meta device gets its weights from a file. A file that lacks weights is
+    refused."""
     model = Model()
     reference = outputs(model)
     ow.save_model(model, tmp_path / "m.safetensors", compress=compress)
@@ -283,9 +285,9 @@ def test_a_pipeline_of_models() -> None:
         ow.offload(pipeline, "cpu", blocks=["text"])
 
 
-def test_blocks_are_cut_where_lists_cover_them() -> None:
-    """A block with over a sixteenth of the model is divided if module lists cover nearly all of it. Otherwise it stays
-    whole."""
+def test_large_blocks_are_divided_into_their_lists() -> None:
+    """A block that has over a sixteenth of the model is divided if module lists cover nearly all of it. Otherwise the
+    block stays whole."""
     stage = torch.nn.Module()
     stage.blocks = torch.nn.ModuleList(Layer(96, torch.float32) for _ in range(3))
     mixed = torch.nn.Module()
@@ -298,8 +300,9 @@ def test_blocks_are_cut_where_lists_cover_them() -> None:
 
 @pytest.mark.parametrize("keep", [0, 150_000, "1GB"])
 @pytest.mark.parametrize("compress", [True, False])
-def test_a_plan_says_what_is_kept_and_streamed(tmp_path: Path, keep: int | str, compress: bool) -> None:
-    """A plan derives the same blocks and bytes from tensor names, even for nested lists and tied weights."""
+def test_a_plan_lists_kept_and_streamed_blocks(tmp_path: Path, keep: int | str, compress: bool) -> None:
+    """A plan finds the same blocks and bytes from tensor names as offload does, even for nested lists and tied
+    weights."""
     nested = torch.nn.Module()
     nested.stages = torch.nn.ModuleList(torch.nn.Module() for _ in range(2))
     for stage in nested.stages:
@@ -325,8 +328,8 @@ def test_a_plan_says_what_is_kept_and_streamed(tmp_path: Path, keep: int | str, 
         ow.plan(path, keep="many")
 
 
-def test_a_plan_counts_equal_blocks_each(tmp_path: Path) -> None:
-    """A file stores equal tensors once, but `offload` keeps each of them. The plan's host memory covers all of them."""
+def test_a_plan_counts_equal_blocks_separately(tmp_path: Path) -> None:
+    """A file stores equal tensors once, but `offload` keeps each copy. The plan's host memory includes all copies."""
     layer = torch.nn.Linear(256, 256, dtype=torch.bfloat16)
     model = torch.nn.Module()
     model.layers = torch.nn.ModuleList(copy.deepcopy(layer) for _ in range(5))
@@ -337,7 +340,7 @@ def test_a_plan_counts_equal_blocks_each(tmp_path: Path) -> None:
 
 
 class Plain(torch.nn.Module):
-    """A model with layers, a buffer that no file contains, and tied first and last weights."""
+    """A model with layers, a buffer that is not in the file, and tied first and last weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -369,8 +372,8 @@ def to_meta(model: torch.nn.Module, buffers: bool) -> torch.nn.Module:
 
 
 @pytest.mark.parametrize("compress", [True, False])
-def test_a_model_on_meta_keeps_what_it_has_and_its_ties(tmp_path: Path, compress: bool) -> None:
-    """A model on meta keeps the values of buffers that are not in the file, and its tied weights stay tied."""
+def test_a_model_on_meta_keeps_its_buffers_and_ties(tmp_path: Path, compress: bool) -> None:
+    """A model on the meta device keeps the values of buffers that are not in the file, and tied weights stay tied."""
     model = Plain()
     ow.save_model(model, tmp_path / "m.safetensors", compress=compress)
     empty = to_meta(Plain(), buffers=False)
@@ -380,7 +383,7 @@ def test_a_model_on_meta_keeps_what_it_has_and_its_ties(tmp_path: Path, compress
 
 
 def test_a_source_without_values_for_meta_buffers_is_refused(tmp_path: Path) -> None:
-    """A file without values for buffers on meta, or over max_memory, is refused. The model stays on meta."""
+    """A file without values for buffers on meta, or larger than max_memory, is refused. The model stays on meta."""
     ow.save_model(Plain(), tmp_path / "m.safetensors")
     empty = to_meta(Plain(), buffers=True)
     with pytest.raises(ow.ModelMismatchError, match="lacks 1 weights of the model: scale"):
@@ -392,8 +395,8 @@ def test_a_source_without_values_for_meta_buffers_is_refused(tmp_path: Path) -> 
     assert all(now is then and now.is_meta for now, then in zip(empty.parameters(), before, strict=True))
 
 
-def test_blocks_may_share_modules_and_run_in_several_places() -> None:
-    """A layer that appears in a list twice is one block. Weights that several blocks share stay on the device."""
+def test_blocks_that_share_modules() -> None:
+    """A layer that is in a list twice is one block. Weights that several blocks share stay on the device."""
     model = Plain()
     layer = torch.nn.Sequential(model.layers[0], torch.nn.ReLU(), model.layers[1])
     other = torch.nn.Sequential(model.layers[2], layer[1], model.layers[1])
@@ -428,8 +431,8 @@ class Shows(torch.nn.Module):
         return {"x": [x[0] * self.weight[0]], "weight": self.weight[0]}
 
 
-def test_what_would_change_later_is_found_in_nested_outputs() -> None:
-    """A part of the weights in a nested output stays unchanged. An output that needs them for gradients is refused."""
+def test_nested_outputs_with_parts_of_weights() -> None:
+    """A part of the weights in a nested output stays unchanged later. A forward with gradients is refused."""
     model = torch.nn.Module()
     model.layers = torch.nn.ModuleList(Shows() for _ in range(3))
     with ow.offload(model, "cpu"):
@@ -440,8 +443,8 @@ def test_what_would_change_later_is_found_in_nested_outputs() -> None:
             model.layers[0]([X.clone().requires_grad_()])
 
 
-def test_parameters_are_those_of_before_also_for_autograd() -> None:
-    """Offloading within inference mode leaves a trainable model trainable."""
+def test_a_model_stays_trainable_after_offload_in_inference_mode() -> None:
+    """A model that was offloaded within inference mode is trainable afterwards."""
     model = Plain()
     with torch.inference_mode(), ow.offload(model, "cpu"):
         model(X)
@@ -456,7 +459,7 @@ def test_parameters_are_those_of_before_also_for_autograd() -> None:
 
 
 def test_threads_that_wait_for_each_others_slots_end() -> None:
-    """If two threads each hold one of two slots and call another block, one gets an error instead of waiting."""
+    """If two threads each hold one of two slots and call another block, one thread gets an error instead of waiting."""
     barrier = threading.Barrier(2)
 
     class Caller(torch.nn.Linear):
@@ -489,8 +492,8 @@ def test_threads_that_wait_for_each_others_slots_end() -> None:
     assert sorted(isinstance(one, str) for one in results) == [False, True]
 
 
-def test_an_interrupt_between_any_steps_of_a_parameter_leaves_it_whole() -> None:
-    """Ctrl-C at any bytecode while a parameter is offloaded or restored leaves a state that the next try completes."""
+def test_an_interrupt_at_any_step_leaves_a_parameter_whole() -> None:
+    """If Ctrl-C arrives at any bytecode while a parameter is offloaded or restored, the next try completes the work."""
     import sys
 
     from overwire.offloading import away
@@ -531,8 +534,8 @@ def test_an_interrupt_between_any_steps_of_a_parameter_leaves_it_whole() -> None
         assert type(parameter) is torch.nn.Parameter and torch.equal(parameter, memory)
 
 
-def test_a_run_has_ended_when_its_frame_has() -> None:
-    """A frame of any thread shows whether its run has ended. No other thread's stack is walked."""
+def test_a_frame_shows_whether_its_run_has_ended() -> None:
+    """`_has_ended` returns whether the run of a frame has ended, on any thread."""
     import sys
 
     frames: list[Any] = []
@@ -552,9 +555,9 @@ def test_a_run_has_ended_when_its_frame_has() -> None:
     assert rings._has_ended(frames[0])
 
 
-def test_what_is_offloaded_says_so() -> None:
-    """A second offload of a model, a model compiled as a whole and a missing device are refused. repr shows whether a
-    handle is open."""
+def test_unsupported_models_are_refused_and_repr_shows_the_state() -> None:
+    """Offloading a model twice, a model that was compiled as a whole, or to a missing device is refused. repr shows
+    whether a handle is open."""
     model = Model()
     with ow.offload(model, "cpu", keep="1GB") as whole:
         assert "0 blocks" in repr(whole)

@@ -22,15 +22,15 @@ from accelerate.hooks import remove_hook_from_submodules  # noqa: E402
 from accelerate.utils import align_module_device  # noqa: E402
 from accelerate.utils.modeling import get_state_dict_offloaded_model  # noqa: E402
 
-# These tests use the CPU as the execution device. accelerate treats it as different from "cpu", where weights are
-# offloaded.
+# These tests run models on the CPU. accelerate distinguishes this torch.device from the string "cpu", which stands for
+# offloaded weights.
 GPU = torch.device("cpu")
 MAP = {"embed": GPU, "layers.0": GPU, "layers.1": "cpu", "layers.2": "cpu", "layers.3": GPU, "layers.4": "cpu", "head": GPU}
 
 
 @pytest.fixture
 def hosted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Hosted]]:
-    """Activates the patch and returns the list of models that it takes over."""
+    """Activates the patch and lists the models that it takes over."""
     taken: list[Hosted] = []
     run = Hosted.run
 
@@ -51,8 +51,8 @@ def dispatched(model: Any, how: str) -> Any:
 
 @pytest.mark.parametrize("how", ["cpu_offload", "dispatch_model"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_outputs_and_states_are_those_of_accelerate(hosted: list[Hosted], how: str, dtype: torch.dtype) -> None:
-    """Outputs are right in every order of the blocks, and offloaded tensors are on meta between runs. State dicts hold
+def test_outputs_and_states_equal_accelerates(hosted: list[Hosted], how: str, dtype: torch.dtype) -> None:
+    """Outputs are right in every order of the blocks, and offloaded tensors are on meta between runs. State dicts have
     the same values as with accelerate, and removing the hooks restores every tensor."""
     reference = Model(dtype=dtype)
     model = dispatched(copy.deepcopy(reference), how)
@@ -75,8 +75,8 @@ def test_outputs_and_states_are_those_of_accelerate(hosted: list[Hosted], how: s
         assert torch.equal(value, expected[name])
 
 
-def test_gradients_are_those_of_accelerate(hosted: list[Hosted]) -> None:
-    """A forward with gradients runs through accelerate itself and warns. The next one without gradients is streamed."""
+def test_gradients_equal_accelerates(hosted: list[Hosted]) -> None:
+    """A forward with gradients runs through accelerate and warns. The next forward without gradients is streamed."""
     reference = Model(dtype=torch.float32)
     model = dispatched(copy.deepcopy(reference), "dispatch_model")
     x = torch.randn(2, 96, requires_grad=True)
@@ -94,8 +94,8 @@ def test_gradients_are_those_of_accelerate(hosted: list[Hosted]) -> None:
 
 
 def test_copies_and_errors_and_threads(hosted: list[Hosted]) -> None:
-    """A deep copy loads its weights independently. After an error in a block the next pass is right. Several threads
-    can run one model."""
+    """A deep copy loads its weights independently. After an error in a block, the next pass gives right outputs.
+    Several threads can run one model."""
     reference = Model()
     model = dispatched(copy.deepcopy(reference), "dispatch_model")
     expected = outputs(reference)
@@ -123,8 +123,8 @@ def test_copies_and_errors_and_threads(hosted: list[Hosted]) -> None:
     assert right == [True] * 10
 
 
-def test_what_is_shared_or_unusual_stays_with_accelerate(hosted: list[Hosted]) -> None:
-    """Tied weights, a layer in two blocks and strided weights are left to accelerate. Outputs are equal, even with
+def test_accelerate_keeps_shared_and_unusual_weights(hosted: list[Hosted]) -> None:
+    """accelerate itself loads tied weights, a layer of two blocks, and strided weights. Outputs are equal, even with
     empty weights and offloaded buffers."""
 
     def unusual() -> Model:
@@ -147,9 +147,9 @@ def test_what_is_shared_or_unusual_stays_with_accelerate(hosted: list[Hosted]) -
     assert torch.equal(outputs(whole), expected)
 
 
-def test_without_the_option_nothing_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the option, the patch does not change how accelerate offloads. A model that was taken over is still
-    streamed after the patch ends."""
+def test_without_the_option_accelerate_offloads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the option, the patch does not change how accelerate offloads. A model that the patch has taken over is
+    streamed even after the patch ends."""
     reference = Model()
     monkeypatch.setattr(Hosted, "add", None)
     with ow.patch_safetensors():
@@ -209,8 +209,9 @@ ACTS = {
 
 
 @pytest.mark.parametrize("how", ACTS)
-def test_what_a_layer_keeps_or_changes_is_right(hosted: list[Hosted], how: str) -> None:
-    """Outputs and weights equal the resident model's. A layer is offloaded again once the view it kept is gone."""
+def test_layers_that_keep_or_change_their_weights(hosted: list[Hosted], how: str) -> None:
+    """Outputs and weights equal the resident model's. A layer is offloaded again when the view that it kept is
+    freed."""
     reference = Model(dtype=torch.float32)
     reference.layers = torch.nn.ModuleList(Keeps(96, torch.float32) for _ in range(5)).requires_grad_(False)
     model = dispatched(copy.deepcopy(reference), "dispatch_model")

@@ -40,8 +40,8 @@ def runs_of(model: Model, at: int) -> list[int]:
 @pytest.mark.parametrize("tier", [*TIERS, "fixed host", "fixed device"])
 @pytest.mark.parametrize("at", [0, 2, 4])
 def test_a_damaged_block_does_not_run(device: Device, tier: str, at: int) -> None:  # noqa: F811
-    """Each pass with the block raises before the block runs. Other blocks run, and passes are right again after the
-    bytes are."""
+    """Each pass with the block raises an error before the block runs. Other blocks run. When the bytes are restored,
+    passes are right again."""
     model = Model()
     expected, before, runs = outputs(model), copy.deepcopy(model), runs_of(model, at)
     if tier.startswith("fixed"):
@@ -69,7 +69,7 @@ def test_a_damaged_block_does_not_run(device: Device, tier: str, at: int) -> Non
 
 @pytest.mark.parametrize("tier", TIERS)
 def test_close_with_a_damaged_block(device: Device, tier: str) -> None:  # noqa: F811
-    """close raises if the block did not run, and can be called again after the bytes are right."""
+    """close raises an error even if the block did not run. It can be called again when the bytes are restored."""
     model = Model()
     before = [parameter.clone() for parameter in model.parameters()]
     offloaded = ow.offload(model, "cpu", **TIERS[tier])
@@ -87,8 +87,8 @@ def test_close_with_a_damaged_block(device: Device, tier: str) -> None:  # noqa:
 def test_a_damaged_block_of_a_group_does_not_run(
     buffers: type[Buffers], group: Any, where: str, at: int  # noqa: F811
 ) -> None:
-    """The pass raises before the block runs. Then the rank is out of step, and each later pass raises. close restores
-    every byte."""
+    """The pass raises an error before the block runs. Later passes also raise, because the ranks are out of step. close
+    restores every byte."""
     model = Model()
     before, runs = copy.deepcopy(model), runs_of(model, at)
     room = 150_000 if where == "auto" else None

@@ -1,4 +1,4 @@
-"""Tests that memory which outlives a block's run, and weights that a block changes, are as in the resident model."""
+"""Tests weights that a block keeps after its run or changes: all values are as in the resident model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from test_offload import slots_are_poisoned  # noqa: F401
 
 
 class Square(torch.nn.Module):
-    """A block that first applies `act` to itself and keeps the result."""
+    """A block that applies `act` to itself before its first run and keeps the result."""
 
     def __init__(self, seed: int, act: Callable[[Any], Any]) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ def squares(act: Callable[[Any], Any]) -> torch.nn.Module:
 
 @torch.no_grad()
 def passes(model: torch.nn.Module, act: Callable[[int, Any], None] = lambda number, block: None) -> list[torch.Tensor]:
-    """Returns the outputs of three passes, and calls act(pass, block) for each block after each pass."""
+    """Returns the outputs of three passes. After each pass, calls act(pass, block) for each block."""
     out, x = [], torch.ones(2, 8)
     for number in range(3):
         for block in model.layers:
@@ -86,9 +86,9 @@ def assert_as_resident(
 
 @pytest.mark.parametrize("slots", [1, 2])
 @pytest.mark.parametrize("how", HOLDING)
-def test_what_a_block_keeps_of_its_weights_stays_right(how: str, slots: int) -> None:
-    """If a block keeps memory of its weights after a run, in any form, its values stay right. The block stays on the
-    device exactly as long as it keeps that memory."""
+def test_memory_that_a_block_keeps_stays_right(how: str, slots: int) -> None:
+    """If a block keeps memory of its weights after a run, in any form, the values in it stay right. The block stays on
+    the device as long as it keeps this memory, and no longer."""
     assert_as_resident(HOLDING[how], slots)
     model = squares(HOLDING[how])
     with ow.offload(model, "cpu", slots=slots), torch.no_grad():
@@ -103,7 +103,7 @@ def test_what_a_block_keeps_of_its_weights_stays_right(how: str, slots: int) -> 
 
 
 def write_between(number: int, block: Square) -> None:
-    """Writes to the memory that a block keeps after the first pass, and drops it after the second."""
+    """Writes to the memory that a block keeps after the first pass, and lets the block drop it after the second."""
     if number == 0:
         torch.as_tensor(block.kept)[..., 1] = 3
     if number == 1:
@@ -112,8 +112,8 @@ def write_between(number: int, block: Square) -> None:
 
 @pytest.mark.parametrize("how", ["a view", "data", "numpy", "DLPack"])
 def test_writes_to_kept_memory_reach_the_weights(how: str) -> None:
-    """Writes to kept memory reach the weights as in the resident model, even writes that torch does not count, and
-    remain after the memory is dropped."""
+    """Writes to kept memory change the weights as in the resident model, even if torch does not count the writes. The
+    changes remain after the memory is dropped."""
     assert_as_resident(HOLDING[how], 2, write_between)
 
 
@@ -136,7 +136,7 @@ CHANGES: dict[str, Callable[[Square], Any]] = {
 @pytest.mark.parametrize("how", CHANGES)
 @pytest.mark.parametrize("inference", [False, True])
 def test_weights_that_change_in_forward_stay_changed(how: str, inference: bool) -> None:
-    """Outputs and weights equal the resident model's, even for a model created in inference mode and after an error."""
+    """Outputs and weights equal the resident model's, even for a model made in inference mode and after an error."""
 
     def change(block: Square) -> None:
         CHANGES[how](block)
@@ -158,8 +158,8 @@ def test_weights_that_change_in_forward_stay_changed(how: str, inference: bool) 
 
 
 @pytest.mark.parametrize("use", [torch.nn.functional.linear, torch.matmul, lambda x, w: x * w[0]], ids=["linear", "matmul", "row"])
-def test_gradients_of_what_ran_within_enable_grad(use: Callable[..., torch.Tensor]) -> None:
-    """Weights that autograd saved are right in a backward pass long after the block ran."""
+def test_gradients_of_runs_within_enable_grad(use: Callable[..., torch.Tensor]) -> None:
+    """If autograd saved weights, they are right in a backward pass long after the block ran."""
 
     def run(model: torch.nn.Module) -> list[torch.Tensor]:
         inputs: list[torch.Tensor] = []

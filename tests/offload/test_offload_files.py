@@ -1,4 +1,4 @@
-"""Tests that offload takes the stored chunks of compressed files as they are, without encoding anything."""
+"""Tests that offload uses the stored chunks of compressed files without encoding them again."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from test_offload_tiers import TIERS, device_with, tiers_of
 
 @pytest.fixture(params=["host", *TIERS])
 def tier(request: Any, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Makes `offload` use a tier by default."""
+    """Makes `offload` use the tier of the parameter by default."""
     monkeypatch.setattr(ow, "offload", functools.partial(ow.offload, **TIERS.get(request.param, {})))
     return str(request.param)
 
 
 @pytest.fixture
 def encoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Lists the number of buffers of each call that encodes."""
+    """Lists the number of buffers that each encoding call gets."""
     counts: list[int] = []
     run = codecs.run
 
@@ -55,8 +55,9 @@ def on_meta(make: Callable[[], torch.nn.Module] = Model) -> Any:
 
 
 @pytest.mark.parametrize("how", ["file", "shards", "pinned", "open chunks"])
-def test_nothing_is_encoded(tier: str, encoded: list[int], tmp_path: Path, how: str) -> None:
-    """Outputs equal the resident model's, each stream has the bytes of the file's chunks, and close restores them."""
+def test_stored_chunks_are_not_encoded_again(tier: str, encoded: list[int], tmp_path: Path, how: str) -> None:
+    """Outputs equal the resident model's, each stream has the bytes of the file's chunks, and close restores all
+    weights."""
     model = Model()
     reference = outputs(model)
     path = saved(tmp_path, model, **({"max_shard_size": 100_000} if how == "shards" else {}))
@@ -84,9 +85,9 @@ class Odd(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(5)
-        self.up = torch.nn.Linear(300, 700, dtype=torch.bfloat16)  # two chunks would be 1 MiB
+        self.up = torch.nn.Linear(300, 700, dtype=torch.bfloat16)  # one chunk
         self.large = torch.nn.Parameter(torch.randn(1200, 1000).bfloat16())  # several chunks
-        self.same = torch.nn.Parameter(self.large.detach().clone())  # stored once
+        self.same = torch.nn.Parameter(self.large.detach().clone())  # the file stores both only once
         self.scalar = torch.nn.Parameter(torch.tensor(0.75))
         self.empty = torch.nn.Parameter(torch.empty(0, 3))
         self.noise = torch.nn.Parameter(torch.randint(0, 256, (5000,), dtype=torch.uint8), requires_grad=False)  # plain
@@ -113,7 +114,8 @@ class Odds(torch.nn.Module):
 
 
 def test_odd_weights(tier: str, encoded: list[int], tmp_path: Path) -> None:
-    """Equal, plain, tied, 0-dim and empty tensors. Only weights that are not in row-major order are encoded."""
+    """Weights that are equal, plain, tied, 0-dim or empty work. Only weights that are not in row-major order are
+    encoded."""
     model, x = Odds(), torch.randn(2, 300)
     expected = model(x)
     path = saved(tmp_path, model)
@@ -122,25 +124,25 @@ def test_odd_weights(tier: str, encoded: list[int], tmp_path: Path) -> None:
             other.layers[1].up.weight = other.layers[0].up.weight
         encoded.clear()
         with ow.offload(other, "cpu", source=path):
-            assert encoded == [1] * 3  # `turned`
+            assert encoded == [1] * 3  # only `turned`
             assert all(map(torch.equal, other(x), expected))
         assert all(map(torch.equal, other.parameters(), model.parameters()))
         assert [one.stride() for one in other.parameters()] == [one.stride() for one in model.parameters()]
 
 
 def test_weights_that_are_cast(tier: str, encoded: list[int], tmp_path: Path) -> None:
-    """A weight with another dtype than in the file is cast and encoded, the others are not."""
+    """A weight that has another dtype than in the file is cast and encoded. Other weights are not encoded."""
     model, x = Odds(), torch.randn(2, 300)
     path = saved(tmp_path, model)
     cast, reference = Odds(torch.float32), Odds(torch.float32)
     encoded.clear()
     with ow.offload(cast, "cpu", source=path):
-        assert encoded == [1] * 6  # `large` and `turned`
+        assert encoded == [1] * 6  # `large` and `turned` of each layer
         assert all(map(torch.equal, cast(x), reference(x)))
 
 
-def test_files_that_are_encoded_as_before(tier: str, encoded: list[int], tmp_path: Path) -> None:
-    """Plain files, files at level "smaller", and preloaded files."""
+def test_other_files_are_encoded(tier: str, encoded: list[int], tmp_path: Path) -> None:
+    """Weights of plain files, of files at level "smaller", and of preloaded files are encoded."""
     model = Model()
     reference = outputs(model)
     for options, preload in (({"compress": False}, False), ({"level": "smaller"}, False), ({}, True)):
@@ -164,8 +166,8 @@ def chunk_at(path: Path, name: str) -> int:
 
 @pytest.mark.parametrize("sums", [False, True])
 def test_a_wrong_chunk(tier: str, tmp_path: Path, sums: bool) -> None:
-    """The error names the file, tensor and chunk, also if the chunk's checksum matches its wrong bytes. A model on meta
-    is as before."""
+    """The error names the file, tensor and chunk, even if the chunk's checksum matches its wrong bytes. A model on meta
+    does not change."""
     path = saved(tmp_path, Odds())
     name = "layers.0.large"
     data = bytearray(path.read_bytes())
@@ -185,7 +187,7 @@ def test_a_wrong_chunk(tier: str, tmp_path: Path, sums: bool) -> None:
 
 
 def test_a_file_that_changes_while_it_is_read(tier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file that is written to while its streams are loaded is refused."""
+    """A file that changes while its streams are loaded is refused."""
     from overwire.offloading.source import Source
 
     path = saved(tmp_path, Model())
@@ -203,8 +205,8 @@ def test_a_file_that_changes_while_it_is_read(tier: str, tmp_path: Path, monkeyp
     assert all(one.is_meta for one in model.parameters())
 
 
-def test_a_block_that_changes_its_weights(tier: str, tmp_path: Path) -> None:
-    """Changes are noticed by comparison with the bytes of the file."""
+def test_unchanged_weights_do_not_count_as_changed(tier: str, tmp_path: Path) -> None:
+    """Weights that equal the file's bytes after a run do not count as changed."""
     model = torch.nn.Module()
     model.layers = torch.nn.ModuleList(Cast(torch.bfloat16, 61) for _ in range(3))
     path = saved(tmp_path, model)
@@ -218,7 +220,8 @@ def test_a_block_that_changes_its_weights(tier: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("count", [0, 3])
 def test_a_device_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int) -> None:
-    """"device" names the tier and the block, and the model stays on meta. "auto" puts the other blocks on the host."""
+    """With where="device", the error names the tier and the block, and the model stays on meta. With where="auto",
+    blocks that do not fit go to the host."""
     model = Model()
     path = saved(tmp_path, model)
     device_with(monkeypatch, count)

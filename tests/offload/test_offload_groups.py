@@ -1,5 +1,5 @@
-"""Tests that the ranks of a group stream the blocks of a model together: on the host, and on a GPU with
-replaced calls. tests/gpu/test_gpu_gather.py tests the exchange between GPUs on the fake driver."""
+"""Tests that ranks of a group stream the blocks of a model together, on the CPU and on a GPU with replaced calls.
+tests/gpu/test_gpu_gather.py tests the exchange between GPUs on the fake driver."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CASES += [(3, (case,)) for case in ("killed", "closed", "interrupted", "dies_beg
 
 @pytest.mark.parametrize(("ranks", "cases"), CASES)
 def test_ranks_stream_together(tmp_path: Path, ranks: int, cases: tuple[str, ...]) -> None:
-    """Each rank gets the resident model's outputs, or an error that names the block and the rank. Afterwards each rank
+    """Each rank gets the resident model's outputs, or an error that names the block and the rank. Afterwards, each rank
     has all weights."""
     command = [ROOT / "tests" / "offload" / "group_ranks.py", tmp_path, str(ranks), *cases]
     done = warm.run(command, env=cleaned())
@@ -38,14 +38,14 @@ def test_ranks_stream_together(tmp_path: Path, ranks: int, cases: tuple[str, ...
 
 @pytest.fixture
 def group(tmp_path: Path) -> Iterator[Any]:
-    """A group of one rank."""
+    """Yields a group of one rank."""
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.FileStore(str(tmp_path / "store"), 1))
     yield dist.group.WORLD
     dist.destroy_process_group()
 
 
 class Buffers(sharing.BlockGroup):
-    """A group whose blocks are copied on a stream of the replaced device, to buffers that are used in turn."""
+    """A group that copies blocks on a stream of the replaced device, into buffers that are used in turn."""
 
     calls: Device
     announced: list[int]  # the numbers of blocks
@@ -53,7 +53,7 @@ class Buffers(sharing.BlockGroup):
     def open_ring(self, nbytes: int, buffers: int, memories: Any) -> int:
         self.copying: Any = torch.cuda.Stream("cpu")  # type: ignore[no-untyped-call]
         self.buffers = [torch.empty(nbytes, dtype=torch.uint8) for _ in range(buffers)]
-        self.coming: list[tuple[int, int]] = []  # the block and the buffer of each copy that has not been taken
+        self.coming: list[tuple[int, int]] = []  # block and buffer of each copy that take_block has not returned
         self.copies = 0
         return nbytes * buffers
 
@@ -88,7 +88,7 @@ def buffers(device: Device, monkeypatch: pytest.MonkeyPatch) -> type[Buffers]:  
 def test_blocks_arrive_in_buffers(
     buffers: type[Buffers], group: Any, slots: int, where: Any, seed: int
 ) -> None:
-    """Outputs are right in every order of the blocks, even if blocks that were copied ahead do not run next."""
+    """Outputs are right in every order of the blocks, even if a block that was copied ahead does not run next."""
     model, dice = Model(), random.Random(seed)
     reference = copy.deepcopy(model)
     room = 150_000 if where == "auto" else None
@@ -106,8 +106,9 @@ def test_blocks_arrive_in_buffers(
 def test_a_rank_that_keeps_weights_announces_the_same_blocks(
     buffers: type[Buffers], group: Any, monkeypatch: pytest.MonkeyPatch, slots: int, poisoned: bool, seed: int
 ) -> None:
-    """Outputs are right whenever views are kept and dropped, and the blocks are those of a rank that keeps nothing."""
-    if not poisoned:  # the poisoned slots of blocks that stay are not loaded again
+    """Outputs are right if views are kept and dropped at any time. The rank loads the same blocks as a rank that keeps
+    nothing."""
+    if not poisoned:  # a poisoned slot whose block stays is not loaded again
         monkeypatch.setattr(rings.Ring, "release", RELEASE)
 
     def blocks_loaded(share: float) -> list[int]:
@@ -142,8 +143,8 @@ def test_a_rank_that_keeps_weights_announces_the_same_blocks(
 def test_errors_while_a_block_arrives(
     buffers: type[Buffers], group: Any, monkeypatch: pytest.MonkeyPatch, step: str, error: type[BaseException]
 ) -> None:
-    """After an error or Ctrl-C at any step of loading a block, each later run raises and names a block, because the
-    ranks are out of step. close restores every byte."""
+    """After an error or Ctrl-C at any step of loading a block, each later run raises an error that names a block,
+    because the ranks are out of step. close restores every byte."""
     model = Model()
     before, owner = copy.deepcopy(model), gpu if step == "decode" else buffers
     with ow.offload(model, "cpu", group=group):
@@ -151,7 +152,7 @@ def test_errors_while_a_block_arrives(
         done = getattr(owner, step)
 
         def fail(*given: Any, **more: Any) -> Any:
-            if step != "decode":  # Ctrl-C between this call and the next line
+            if step != "decode":  # the error comes between this call and the next line
                 done(*given, **more)
             raise error("stopped")
 

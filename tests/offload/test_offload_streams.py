@@ -1,6 +1,6 @@
-"""Tests the ring's work on GPU streams with a fake device.
+"""Tests how the ring of slots uses GPU streams, with a fake device.
 
-Each stream runs as early or as late as its waits allow. Slots and staging buffers that nothing may read are poisoned.
+Each stream runs as early or as late as its waits allow. Slots and staging buffers that must not be read are poisoned.
 Writing to a slot before its readers have ended is an error.
 """
 
@@ -22,14 +22,14 @@ from test_offload import BYTES, Cast, Model, outputs
 
 
 class Event:
-    """A position in a stream, with the number of computing steps of each thread that come before it."""
+    """A position in a stream, with the number of computing steps before it on each thread."""
 
     def __init__(self, stream: Any, position: int, after: dict[int, int]) -> None:
         self.stream, self.position, self.after = stream, position, after
 
 
 class Computing:
-    """The current stream of a thread, which runs its work immediately."""
+    """The current stream of a thread. It runs work immediately."""
 
     def __init__(self) -> None:
         self.thread, self.steps = threading.get_ident(), 0
@@ -49,14 +49,14 @@ class Computing:
 
 
 class Stream:
-    """A stream of the device. Its work runs when something waits for it, or immediately if `eager` says so."""
+    """A stream of the device. Its work runs when something waits for it, or immediately if `eager` returns true."""
 
     device: Device
 
     def __init__(self, device: object) -> None:
         self.todo: list[Callable[[], None]] = []
         self.done = 0
-        self.after: dict[int, int] = {}  # keyed by thread: its computing steps before this work
+        self.after: dict[int, int] = {}  # by thread: the computing steps before this work
         self.cuda_stream = len(self.device.streams)
         self.device.streams.append(self)
 
@@ -89,7 +89,7 @@ class Stream:
 
 
 class Decoding:
-    """The result of `gpu.decode`, which is known after its work has run."""
+    """The result of the replaced `gpu.decode`. It is known after the work has run."""
 
     def __init__(self, stream: Stream) -> None:
         self.stream, self.position, self.results = stream, len(stream.todo) + 1, list[Any]()
@@ -105,7 +105,7 @@ class Device:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, eager: Callable[[int], bool]) -> None:
         self.eager = eager
         self.streams: list[Stream] = []
-        self.read: dict[int, dict[int, int]] = {}  # by slot address and thread: the step after which nothing reads it
+        self.read: dict[int, dict[int, int]] = {}  # by slot address and thread: the step of the last read
         self.current = threading.local()
         self.breaks: int | None = None  # number of driver calls until one fails
         self.staged: dict[int, int] = {}  # by address: bytes of the largest copy to it
@@ -116,7 +116,7 @@ class Device:
         monkeypatch.setattr(torch.cuda, "Stream", Stream)
         monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self.computing())
-        recorded: list[torch.Tensor] = []  # work that nothing waits for may still write to them
+        recorded: list[torch.Tensor] = []  # kept, because queued work may still write to them
         monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: recorded.append(tensor))
         monkeypatch.setattr(gpu, "copy", self.copy)
         monkeypatch.setattr(gpu, "pack_streams", list)
@@ -174,7 +174,7 @@ class Device:
 
 
     def was_copied(self, source: int) -> bool:
-        """Whether a stream is in a staging buffer."""
+        """Returns whether a stream is in a staging buffer."""
         return any(start <= source < start + nbytes for start, nbytes in self.staged.items())
 
 
@@ -192,7 +192,7 @@ def device(request: Any, monkeypatch: pytest.MonkeyPatch, seed: int) -> Device:
 
 @pytest.mark.parametrize("slots", [1, 2, 3])
 def test_outputs_in_every_order(device: Device, slots: int, seed: int) -> None:
-    """Outputs are right when blocks are skipped, run twice or change their order. close restores every byte."""
+    """Outputs are right if blocks are skipped, run twice or change their order. close restores every byte."""
     model, dice = Model(), random.Random(seed)
     with ow.offload(model, "cpu", slots=slots):
         orders = [
@@ -210,7 +210,7 @@ def test_outputs_in_every_order(device: Device, slots: int, seed: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, *BYTES], ids=str)
 def test_every_dtype(device: Device, dtype: torch.dtype, seed: int) -> None:
-    """Blocks of dtypes other than bf16 arrive unchanged in changing orders."""
+    """Blocks of dtypes other than bf16 arrive unchanged in any order."""
     model = torch.nn.Module()
     model.layers = torch.nn.ModuleList(Cast(dtype, rows) for rows in (61, 61, 3, 61, 200))
     inputs = [torch.linspace(-1, 1, 2 * len(layer.weight)).reshape(2, -1) for layer in model.layers]
@@ -221,8 +221,8 @@ def test_every_dtype(device: Device, dtype: torch.dtype, seed: int) -> None:
             assert torch.equal(model.layers[at](inputs[at]), expected[at])
 
 
-def test_threads_on_streams_of_their_own(device: Device) -> None:
-    """Three threads run on separate streams, and no run loses its slot to another."""
+def test_threads_on_separate_streams(device: Device) -> None:
+    """Three threads can run the model on separate streams. No run loses its slot to another run."""
     model = Model()
     reference = outputs(model)
     with ow.offload(model, "cpu", slots=2):
@@ -241,7 +241,7 @@ def test_threads_on_streams_of_their_own(device: Device) -> None:
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 def test_errors_in_the_middle_of_a_pass(device: Device, error: type[BaseException]) -> None:
-    """After errors in a block, from Ctrl-C or from the driver, the next pass is right."""
+    """After an error in a block, Ctrl-C or a driver error, the next pass gives right outputs."""
     model = Model()
     reference = outputs(model)
     with ow.offload(model, "cpu"):
@@ -262,8 +262,8 @@ def test_errors_in_the_middle_of_a_pass(device: Device, error: type[BaseExceptio
             assert torch.equal(outputs(model), reference)
 
 
-def test_a_part_of_the_weights_may_leave(device: Device) -> None:
-    """A part of the weights that a block returns stays unchanged after its slot is reused."""
+def test_a_block_can_return_a_part_of_its_weights(device: Device) -> None:
+    """If a block returns a part of its weights, the part stays unchanged after its slot is reused."""
 
     class Row(torch.nn.Module):
         def __init__(self, at: int) -> None:

@@ -1,4 +1,4 @@
-"""Tests that blocks may stay compressed in device memory, or in both memories, without a change of the outputs."""
+"""Tests that outputs do not change if blocks stay compressed in device memory, or in device and host memory."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from overwire.offloading import stored, tiers
 from test_offload import BYTES, Cast, Model, outputs, slots_are_poisoned  # noqa: F401
 from test_offload_streams import Device, device  # noqa: F401
 
-# A block of Model has about 53,000 stored bytes, so that two or three of five fit into this limit.
+# A block of Model has about 50,400 stored bytes, so two of five blocks fit into this limit.
 TIERS: dict[str, dict[str, Any]] = {"device": {"where": "device"}, "auto": {"where": "auto", "room": 150_000}}
 
 
 @pytest.fixture(params=TIERS)
 def tier(request: Any, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Makes `offload` use a tier by default."""
+    """Makes `offload` use the tier of the parameter by default."""
     options = TIERS[request.param]
     monkeypatch.setattr(ow, "offload", functools.partial(ow.offload, **options))
     return options
@@ -61,13 +61,13 @@ def test_outputs_in_every_order(device: Device, tier: dict[str, Any], slots: int
 
 
 def test_streams_threads_and_errors(device: Device, tier: dict[str, Any], seed: int) -> None:  # noqa: F811
-    """Dtypes, threads, and errors from a block, from Ctrl-C and from the driver give the same results as for weights on
-    the host."""
+    """The tests of dtypes, threads and errors also pass in each tier. Errors come from a block, Ctrl-C or the
+    driver."""
     tests: list[tuple[Callable[..., None], tuple[Any, ...]]] = [
         *((streams.test_every_dtype, (dtype, seed)) for dtype in (torch.float16, torch.float32, *BYTES)),
         *((streams.test_errors_in_the_middle_of_a_pass, (error,)) for error in (ValueError, KeyboardInterrupt)),
-        (streams.test_threads_on_streams_of_their_own, ()),
-        (streams.test_a_part_of_the_weights_may_leave, ()),
+        (streams.test_threads_on_separate_streams, ()),
+        (streams.test_a_block_can_return_a_part_of_its_weights, ()),
     ]
     for test, arguments in tests:
         device.read.clear()  # memory of the previous test may get the same addresses
@@ -75,16 +75,16 @@ def test_streams_threads_and_errors(device: Device, tier: dict[str, Any], seed: 
         test(device, *arguments)
 
 
-def test_a_parameter_that_is_away_says_so(tier: dict[str, Any]) -> None:
-    """State dicts, pickles and copies of an offloaded model are refused. Compiled blocks work."""
-    base.test_a_parameter_that_is_away_says_so()
-    base.test_what_is_offloaded_is_not_pickled_or_copied()
+def test_using_an_offloaded_parameter_raises_an_error_with_its_name(tier: dict[str, Any]) -> None:
+    """The tests of offloaded parameters, pickles, copies and compiled blocks also pass in each tier."""
+    base.test_using_an_offloaded_parameter_raises_an_error_with_its_name()
+    base.test_offloaded_models_are_not_pickled_or_copied()
     base.test_compiled_blocks_work()
-    base.test_parameters_are_those_of_before_also_for_autograd()
+    base.test_a_model_stays_trainable_after_offload_in_inference_mode()
 
 
 @pytest.mark.parametrize("how", [*escapes.HOLDING, *escapes.CHANGES])
-def test_what_a_block_keeps_or_changes_stays_right(tier: dict[str, Any], how: str) -> None:
+def test_blocks_that_keep_or_change_their_weights(tier: dict[str, Any], how: str) -> None:
     """Outputs and weights equal the resident model's if a block keeps or changes its weights."""
     if how in escapes.HOLDING:
         escapes.assert_as_resident(escapes.HOLDING[how], 2)
@@ -94,12 +94,12 @@ def test_what_a_block_keeps_or_changes_stays_right(tier: dict[str, Any], how: st
 
 @pytest.mark.parametrize("compress", [True, False])
 def test_weights_come_from_a_file(tier: dict[str, Any], tmp_path: Path, compress: bool) -> None:
-    """A model on meta gets its weights from a file, into each tier."""
+    """A model on meta gets its weights from a file, in each tier."""
     base.test_weights_come_from_a_file(tmp_path, compress)
 
 
 def test_each_tier_is_reported() -> None:
-    """Bytes are counted by tier, even with keep, and are 0 after close."""
+    """Stored bytes are counted by tier, even with keep, and are 0 after close."""
     model = Model()
     with ow.offload(model, "cpu") as host:
         stored, nbytes = host.stored, host.nbytes
@@ -118,7 +118,7 @@ def test_each_tier_is_reported() -> None:
 
 @pytest.mark.parametrize("rows", [[600, 61, 61, 61, 61], [61, 61, 600, 61, 61], [61, 9, 200, 33, 600]])
 def test_a_block_that_is_larger_than_room(rows: list[int]) -> None:
-    """Blocks that do not fit into room stay on the host, and smaller ones go to the device."""
+    """Blocks that do not fit into room stay on the host. Smaller blocks go to the device."""
     model = torch.nn.Module()
     model.layers = torch.nn.ModuleList(Cast(torch.bfloat16, one) for one in rows)
     room = 3 * 61 * 53 * 2
@@ -135,7 +135,7 @@ def test_a_block_that_is_larger_than_room(rows: list[int]) -> None:
 
 
 def device_with(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
-    """Lets `count` blocks into device memory. The next one raises an out-of-memory error."""
+    """Makes device memory full after `count` blocks, so that the next block raises an out-of-memory error."""
     left = iter(range(count))
     empty = torch.empty
 
@@ -158,8 +158,8 @@ def device_with(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
 def test_a_device_that_is_full(
     device: Device, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, count: int  # noqa: F811
 ) -> None:
-    """With "device" the error names the tier and the block, and the model is unchanged. "auto" logs one line and
-    continues."""
+    """With where="device", the error names the tier and the block, and the model does not change. With where="auto",
+    the offload logs one line and continues."""
     model = Model()
     expected = outputs(model)
     device_with(monkeypatch, count)
@@ -174,7 +174,7 @@ def test_a_device_that_is_full(
 
 
 def test_close_on_a_full_device(tier: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """close decodes on the host if the device has no memory for a slot, and a failed close can be repeated."""
+    """close decodes on the host if the device has no memory for a slot. A close that failed can be repeated."""
     model = Model()
     expected, before = outputs(model), [parameter.clone() for parameter in model.parameters()]
     offloaded = ow.offload(model, "cpu")
@@ -214,10 +214,10 @@ def test_close_without_memory_for_a_decoded_block(
     assert next(left, None) is None and all(map(torch.equal, model.parameters(), before))
 
 
-def test_an_error_has_the_handle_if_the_model_is_not_restored(
+def test_an_error_without_restored_weights_has_the_handle(
     tier: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If the weights cannot be restored after an error, the error has the handle, which can restore them later."""
+    """If weights cannot be restored after an error, the error carries the handle, which can restore them later."""
     model = Model()
     expected, before = outputs(model), [parameter.clone() for parameter in model.parameters()]
 
@@ -236,8 +236,8 @@ def test_an_error_has_the_handle_if_the_model_is_not_restored(
 
 
 def test_the_default_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The default room is the memory that will be free, minus the slots, two more blocks and a fifth of the GPU. A
-    larger room is lowered."""
+    """The default room is the memory that will be free minus the slots, two more blocks and a fifth of the GPU's
+    memory. A larger room is lowered."""
     gpu, blocks = torch.device("cuda", 0), base.Model(3)
     found = tiers.Block("a", blocks, [cutting.Weight("w", torch.nn.Parameter(torch.empty(250)), torch.device("cpu"))])
     free: list[Any] = [20_000, 40_000]
@@ -264,7 +264,7 @@ WRONG: list[Callable[[], dict[str, Any]]] = [
 
 @pytest.mark.parametrize("wrong", WRONG)
 def test_wrong_arguments_are_refused(wrong: Callable[[], dict[str, Any]]) -> None:
-    """The error says which values are allowed, and the model does not change."""
+    """The error for a wrong argument says which values are allowed, and the model does not change."""
     model = Model(2)
     with pytest.raises(ow.ArgumentError, match=r"expected ('host', 'device' or 'auto'|a number of bytes)"):
         ow.offload(model, "cpu", **wrong())
@@ -275,7 +275,7 @@ def test_wrong_arguments_are_refused(wrong: Callable[[], dict[str, Any]]) -> Non
 
 
 def test_close_frees_each_block_that_it_restores(tier: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """After close has restored the weights of a block, it needs no memory for the block's stored bytes."""
+    """When close has restored the weights of a block, it has freed the block's stored bytes."""
     offloaded = ow.offload(Model(), "cpu")
     stored_bytes = [weakref.ref(one.stored.memory.tensor) for one in offloaded._away]
     decode, left = offloading._decode_block, []
@@ -291,7 +291,7 @@ def test_close_frees_each_block_that_it_restores(tier: dict[str, Any], monkeypat
 
 @pytest.mark.parametrize("compress", [True, False])
 def test_a_plan_gives_the_bytes_and_the_cost_of_each_tier(tmp_path: Path, compress: bool) -> None:
-    """The bytes are at least those of an offload, and `tier_for` returns the fastest tier that fits."""
+    """A plan gives each tier at least the bytes of an offload. `tier_for` returns the fastest tier that fits."""
     model = Model(8, 256)
     ow.save_model(model, tmp_path / "m.safetensors", compress=compress)
     plan = ow.plan(tmp_path / "m.safetensors")

@@ -20,7 +20,7 @@ from overwire.model.opened import Model
 
 
 def kept(tensors: dict[str, Any]) -> dict[str, bytes]:
-    # Reads copies, because torch does not free memory that numpy has seen.
+    # The tensors are cloned, because torch does not free memory that numpy has seen.
     return {name: raw(tensor.detach().clone()) for name, tensor in tensors.items()}
 
 
@@ -35,7 +35,7 @@ def model(seed: int = 5) -> torch.nn.Module:
     ).bfloat16()
     made.register_buffer("steps", torch.arange(7), persistent=False)
     made.twin = torch.nn.Linear(300, 700)
-    made.twin.weight = made[0].weight  # tied
+    made.twin.weight = made[0].weight  # tied to the first layer
     return made
 
 
@@ -61,7 +61,7 @@ def test_a_module_sleeps_and_wakes() -> None:
     assert module[0](torch.ones(1, 300, dtype=torch.bfloat16)).isfinite().all()
 
 
-def test_a_thousand_cycles_change_nothing_and_keep_nothing() -> None:
+def test_a_thousand_cycles_change_no_bytes_and_leak_no_memory() -> None:
     torch.manual_seed(3)
     tensors = {"a": torch.randn(40, 300).bfloat16(), "b": torch.arange(50), "c": torch.randn(5000)}
     want = kept(tensors)
@@ -106,7 +106,7 @@ def test_views_share_their_memory() -> None:
     assert rows.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
 
 
-def test_what_is_not_covered_is_not_freed() -> None:
+def test_memory_that_the_tensors_do_not_cover_is_not_freed() -> None:
     whole = torch.arange(1000)
     part, foreign = whole[:10], torch.frombuffer(bytearray(8000), dtype=torch.uint8)
     asleep = ow.sleep({"part": part, "foreign": foreign})
@@ -142,7 +142,7 @@ def test_without_release_the_memory_stays() -> None:
     assert places == {name: tensor.data_ptr() for name, tensor in parts(module).items()} and asleep.released == 0
 
 
-def test_the_file_is_one_for_every_load(tmp_path: Path) -> None:
+def test_the_file_of_a_sleep_is_an_ordinary_file(tmp_path: Path) -> None:
     module = model()
     want = kept(parts(module))
     path = tmp_path / "asleep.safetensors"
@@ -163,7 +163,8 @@ def test_the_file_is_one_for_every_load(tmp_path: Path) -> None:
 
 
 def test_a_full_disk(tmp_path: Path) -> None:
-    """to_file is written like any save. An error leaves the old file, no temporary file, and the tensors awake."""
+    """to_file is written like any save. After an error, the old file and the tensors are unchanged, and no temporary
+    file is left."""
     path, tensors = tmp_path / "m.safetensors", {"w": torch.randn(500, 999)}
     want = kept(tensors)
     ow.save_file({"old": torch.ones(3)}, path)
@@ -182,7 +183,7 @@ def test_a_full_disk(tmp_path: Path) -> None:
     hold(ow.load_file(path), want)
 
 
-def test_memory_is_bounded_and_refused_in_advance() -> None:
+def test_a_sleep_over_max_memory_is_refused_in_advance() -> None:
     module = model()
     want = kept(parts(module))
     with pytest.raises(ow.OutOfMemoryError, match="max_memory") as caught:
@@ -194,7 +195,7 @@ def test_memory_is_bounded_and_refused_in_advance() -> None:
     hold(parts(module), want)
 
 
-def test_what_cannot_sleep_is_named() -> None:
+def test_tensors_that_cannot_sleep_are_named() -> None:
     for wrong, error in (
         ([torch.ones(3)], ow.ArgumentError),
         ({"a": 3}, ow.ArgumentError),
@@ -208,7 +209,7 @@ def test_what_cannot_sleep_is_named() -> None:
             ow.sleep(wrong)
 
 
-def test_closed_without_waking() -> None:
+def test_close_without_waking() -> None:
     tensors = {"a": torch.ones(1000)}
     asleep = ow.sleep(tensors)
     asleep.close()
@@ -268,7 +269,7 @@ def test_waking_can_be_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     hold(parts(module), want)
 
 
-def test_sleeps_at_once() -> None:
+def test_threads_sleep_and_wake_at_once() -> None:
     failures: list[BaseException] = []
 
     def cycle(seed: int) -> None:
@@ -293,8 +294,8 @@ def test_sleeps_at_once() -> None:
 
 @pytest.mark.parametrize("other", ["wake", "close"])
 def test_one_thread_wakes_and_others_wait(monkeypatch: pytest.MonkeyPatch, other: str) -> None:
-    """While one thread wakes the tensors, `wake` and `close` in others wait, and nothing is loaded twice or lost. A
-    signal handler that interrupts the wake gets a clear error."""
+    """While one thread wakes the tensors, `wake` and `close` on other threads wait. Nothing is loaded twice or lost. If
+    a signal handler interrupts the wake, its own call gets a clear error."""
     tensors = {"a": torch.randn(300, 300), "b": torch.randn(50).bfloat16()}
     want = kept(tensors)
     asleep = ow.sleep(tensors)
@@ -346,9 +347,8 @@ assert tensors["a"].tolist() == list(range(1000))
 """)
 
 
-def test_preparing_for_the_host_is_nothing() -> None:
-    """Sleeping CPU tensors use ordinary memory, so there is nothing to prepare. Tensors that cannot sleep are
-    refused."""
+def test_sleep_on_the_cpu_needs_no_preparation() -> None:
+    """Sleeping CPU tensors use ordinary memory, so nothing is prepared. Tensors that cannot sleep are refused."""
     module = model()
     want = kept(parts(module))
     with ow.prepare_sleep(module) as ready:
@@ -364,9 +364,9 @@ def test_preparing_for_the_host_is_nothing() -> None:
         ow.prepare_sleep(module, device="cuda")
 
 
-def test_tensors_that_share_sleep_once() -> None:
-    """Tensors that share memory sleep once: one memory as two dtypes, overlapping parts, a scalar in another's memory,
-    an empty view, and a tensor under two names."""
+def test_tensors_that_share_memory_sleep_once() -> None:
+    """Tensors that share memory sleep once: views with two dtypes, overlapping parts, a scalar in another tensor's
+    memory, an empty view, and a tensor with two names."""
     words = torch.arange(5000, dtype=torch.int32)
     tensors: dict[str, Any] = {
         "words": words,
@@ -395,8 +395,8 @@ def test_tensors_that_share_sleep_once() -> None:
 
 
 def test_a_timeout_leaves_tensors_as_they_were(tmp_path: Path) -> None:
-    """A timeout raises DeadlineError in every function on tensors in memory. Waking can be tried again, and a call that
-    ended in time is unaffected."""
+    """Every function on tensors in memory raises DeadlineError after its timeout. Waking can be tried again. A call
+    that ends in time is not affected."""
     tensors = {str(n): torch.randn(1 << 20).bfloat16() for n in range(24)}
     want = kept(tensors)
     for wrong in (0, -1.0, True, "1", float("nan")):
@@ -404,7 +404,7 @@ def test_a_timeout_leaves_tensors_as_they_were(tmp_path: Path) -> None:
             ow.digest(tensors, timeout=wrong)  # type: ignore[call-overload]
 
     def late(call: Callable[[], Any], undo: Callable[[Any], None]) -> None:
-        # A call may end before the first look at the clock, so it is repeated.
+        # A call may end before it first checks its deadline, so it is repeated.
         for _ in range(200):
             try:
                 made = call()
@@ -434,7 +434,7 @@ def test_a_timeout_leaves_tensors_as_they_were(tmp_path: Path) -> None:
 
 
 def test_a_wrong_argument_of_wake_takes_no_memory() -> None:
-    """After a wrong argument of wake, the tensors stay asleep without memory and can be woken."""
+    """After a wrong argument of wake, the tensors use no memory, stay asleep, and can be woken."""
     tensor = torch.arange(1 << 18, dtype=torch.float32).bfloat16()
     want = tensor.clone()
     asleep = ow.sleep({"a": tensor})

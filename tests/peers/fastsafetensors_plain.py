@@ -1,4 +1,4 @@
-"""Shares helpers among the tests of overwire.compat.fastsafetensors."""
+"""Has helpers for the tests of overwire.compat.fastsafetensors."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def two_files(tmp_path: Path) -> list[str]:
 
 
 def load(paths: list[str], **named: Any) -> tuple[Any, Any]:
-    """Returns the loader and the buffer of a process without a group."""
+    """Returns the loader and the buffer of files that are loaded without a group."""
     loader = fst.SafeTensorsFileLoader(fst.SingleGroup(), torch.device("cpu"), **named)
     loader.add_filenames({0: paths})
     return loader, loader.copy_files_to_device()

@@ -1,7 +1,7 @@
-"""Runs as a program of fastsafetensors 0.5, given a folder for output and the known dtypes, and prints its results as
-JSON. tests/peers/test_fastsafetensors_later.py runs it with the real package and with ours."""
+"""Calls fastsafetensors 0.5 like a program and prints the results as JSON. tests/peers/test_fastsafetensors_later.py
+runs it with the real package and with overwire's. The arguments are a folder for output and the known dtypes."""
 
-# Functions made in loops are called in the same iteration.
+# Functions that are made in a loop are called in the same iteration.
 # ruff: noqa: B023
 
 import json

@@ -1,4 +1,4 @@
-"""Runs one of the two ranks of tests/peers/test_fastsafetensors.py, given a folder and the rank."""
+"""Runs one of the two ranks of tests/peers/test_fastsafetensors.py. The arguments are a folder and the rank."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def sharing(folder: Path, group: dist.ProcessGroup, files: dict[int, list[str]])
     fb.close()
     same(pushed[rank], want["b0"])
 
-    # Each file is released when all its tensors have been taken.
+    # Each file is released when all of its tensors have been taken.
     fb = loader.copy_files_to_device()
     assert fb.auto_mem_delete == (ranks > 1)
     owner, _ = fb.key_to_rank_lidx["a0"]
@@ -104,7 +104,7 @@ if __name__ == "__main__":
     dist.init_process_group("gloo", rank=int(sys.argv[2]), world_size=2, store=store, timeout=datetime.timedelta(seconds=60))
     a, b = str(folder / "a.safetensors"), str(folder / "b.safetensors")
     sharing(folder, dist.group.WORLD, {0: [a], 1: [b]})
-    alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]  # its only rank is 0
+    alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]  # the only rank of this group is 0
     sharing(folder, alone, {0: [a, b]})
     failing(folder)
     dist.barrier()

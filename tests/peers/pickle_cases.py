@@ -1,6 +1,6 @@
 """Makes random hostile pickles and their blobs for `pickle_fuzz`.
 
-They are our own pickler's output, changed and recombined, or programs that call everything on the allow-list with
+They are changed and recombined output of overwire's pickler, or programs that call everything on the allow-list with
 nearly right arguments.
 """
 
@@ -140,7 +140,7 @@ class Maker:
         self.memos = 0
 
     def case(self) -> tuple[bytes, list[bytes], bool]:
-        """Returns a pickle, its blobs, and whether the blobs end at an inaccessible page."""
+        """Returns a pickle, its blobs, and whether each blob ends directly before an inaccessible page."""
         last = self.r.random() < 0.7
         if self.r.random() < 0.55:
             data, blobs = self._mutant()
@@ -285,7 +285,7 @@ class Maker:
         return self._call(depth + 1)
 
     def _mutate(self) -> bytes:
-        """Changes a value that was made before."""
+        """Changes a value that was made earlier."""
         r = self.r
         target = b"h" + bytes((r.randrange(self.memos),)) if self.memos else self._value(2)
         kind = r.randrange(5)
@@ -301,13 +301,13 @@ class Maker:
         return target + self._value(2) + b"b"
 
     def _nest(self) -> bytes:
-        """Makes a small input that expands to much data."""
+        """Makes a small input that expands to a large amount of data."""
         r = self.r
         many = r.choice((3, 30, 300, 3000))
         kind = r.randrange(7)
         if kind == 0:
             return b")" + b"\x85" * many + r.choice((b"", b"(", b"\x85" * 3)) + r.choice((b"", b"N\x86"))
-        if kind < 3:  # a tuple as a key that contains the previous one twice
+        if kind < 3:  # keys are tuples that contain the previous tuple twice
             doubled = b"".join(b"\x94" + b"h" + struct.pack("B", (self.memos + n) % 256) + b"\x86" for n in range(min(many, 60)))
             return b"}" + b"K\x01" + doubled + b"Ns"
         if kind == 3:
@@ -321,7 +321,7 @@ class Maker:
                 + b"N"
                 + b"atR" * count
             )
-        # Numbers with the same hash.
+        # These numbers have the same hash.
         return b"}(" + b"".join(push(n * ((1 << 61) - 1)) + b"N" for n in range(min(many, 300))) + b"u"
 
     def _dims(self, n: int) -> tuple[int, ...]:
@@ -359,7 +359,7 @@ class Maker:
     def _tensor(
         self, dtype: str | None = None, size: tuple[int, ...] | None = None, blob: tuple[int, int] | None = None
     ) -> bytes:
-        """Makes a mostly valid tensor."""
+        """Makes a tensor, which is valid in most cases."""
         r = self.r
         dtype = dtype or r.choice(DTYPES[:7])
         if size is None:
@@ -374,7 +374,7 @@ class Maker:
         return named("torch._utils", "_rebuild_tensor_v2") + b"(" + storage + rest + flags + b"}" + metadata + b"tR"
 
     def _index(self, dtype: str, size: tuple[int, ...], numbers: list[int]) -> bytes:
-        """Makes a tensor of indices, mostly with its own blob of the given numbers."""
+        """Makes a tensor of indices. In most cases, the given numbers are in a blob of their own."""
         r = self.r
         if numbers and r.random() < 0.3:
             numbers = list(numbers)
@@ -415,7 +415,7 @@ class Maker:
         parts += self._tensor(None, values)
         shaped = r.choice((named("torch", "Size") + push((size,)) + b"R", push(size), push(list(size))))
         made = named("torch._utils", "_rebuild_sparse_tensor") + b"(" + coded + b"(" + parts + shaped + tail + b"ttR"
-        if r.random() < 0.2:  # also exposes its indices
+        if r.random() < 0.2:  # the program also gets the indices
             blob = (len(self.blobs) - 1, len(self.blobs[-1])) if self.blobs else self._blob()
             made = b"(" + made + self._tensor("int64", None, blob) + b"t"
         return made

@@ -31,17 +31,17 @@ from typing import Any
 
 from pickle_cases import Maker
 
-CASES_EACH = 20_000  # per process
-SLOW = 30.0  # maximal CPU seconds of a case; a valid one takes milliseconds
+CASES_EACH = 20_000  # cases of each process
+SLOW = 30.0  # at most this many CPU seconds per case; a valid case takes milliseconds
 HANG = 300  # seconds without progress until a process is ended
-GROWTH = 1 << 20  # KiB by which a process may grow, with cases of a few kilobytes
+GROWTH = 1 << 20  # a process may grow by this many KiB; a case has a few kilobytes
 
 PAGE = mmap.PAGESIZE
 
 
 class Fenced:
-    """`unpickling.Blobs` in separate pages between inaccessible ones. A blob starts at the start of its pages or ends
-    at their end."""
+    """`unpickling.Blobs` with each blob in its own pages between inaccessible pages. A blob begins at the start of its
+    pages or ends at their end."""
 
     def __init__(self, count: int, most: int) -> None:
         self._size = -(-most // PAGE) * PAGE
@@ -58,7 +58,7 @@ class Fenced:
         self._made: dict[int, Any] = {}
 
     def lay(self, blobs: list[bytes], last: bool) -> None:
-        """Writes the blobs of a case into place."""
+        """Writes the blobs of a case to their pages."""
         self._made = {}
         self._now = []
         for place, data in zip(self._places, blobs, strict=False):
@@ -101,7 +101,7 @@ class Fenced:
 
 
 def touch(made: Any) -> None:
-    """Reads every byte of all reachable tensors and arrays."""
+    """Reads every byte of all tensors and arrays that can be reached."""
     import numpy as np
     import torch
 
@@ -173,7 +173,7 @@ def touch_array(one: Any) -> None:
 
 
 def run_case(seed: int, number: int, fenced: Fenced) -> str:
-    """Runs one case and returns its result. Any exception that is not an overwire error is a failure."""
+    """Runs one case and returns its result. An exception that is not an overwire error is a failure."""
     import overwire as ow
     from overwire.bundles import unpickling
 
@@ -197,7 +197,7 @@ def run_case(seed: int, number: int, fenced: Fenced) -> str:
 
 
 def work(seed: int, first: int, count: int, note: Path | None) -> collections.Counter[str]:
-    """Runs cases in this process and writes the number of the running case to `note`."""
+    """Runs cases in this process, and writes the number of the current case to `note`."""
     warnings.simplefilter("ignore")
     faulthandler.enable()
     import torch

@@ -14,7 +14,7 @@ from typing import Any
 
 @functools.cache
 def seeds() -> list[tuple[list[bytes], list[bytes]]]:
-    """Returns pickles from our own writer as lists of opcodes, with their blobs."""
+    """Returns pickles of overwire's writer as lists of opcodes, with their blobs."""
     import numpy as np
     import torch
     from overwire.bundles.pickling import described, dump
@@ -99,6 +99,6 @@ def seeds() -> list[tuple[list[bytes], list[bytes]]]:
         for blob in blobs:
             one = described(blob)
             contents.append(ctypes.string_at(one.pointer, one.nbytes))
-        # A frame's length would be wrong after a change.
+        # Frames are removed, because their lengths would be wrong after a change.
         made.append(([op for op in ops if op[:1] != pickle.FRAME], contents))
     return made

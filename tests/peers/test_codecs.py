@@ -1,4 +1,4 @@
-"""Tests that overwire.codecs exchanges streams with other libraries and uses all cores."""
+"""Tests that overwire.codecs exchanges streams with other libraries, and uses all cores."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from overwire import codecs
 
 SIZES = (0, 1, 7, 65535, 65536, 65537, 10_000_000)
 
-# Functions of the standard library and the reference libraries for a raw block: (encode, decode to n bytes).
+# Functions of the standard library and of reference libraries for a raw block: (encode, decode to n bytes).
 OTHERS = {
     "LZ4": (
         lambda b: lz4.block.compress(b, store_size=False),
@@ -63,8 +63,8 @@ def contents() -> dict[int, bytes]:
 
 
 @pytest.mark.parametrize("algorithm", sorted(OTHERS))
-def test_raw_streams_cross_decode(algorithm: str, contents: dict[int, bytes]) -> None:
-    """Raw and sized blocks round-trip between libraries, at every special size."""
+def test_raw_streams_are_exchanged_with_other_libraries(algorithm: str, contents: dict[int, bytes]) -> None:
+    """Blocks of every special size, raw or with a length prefix, can be exchanged with other libraries."""
     encode, decode = OTHERS[algorithm]
     for size, plain in contents.items():
         prefix = size.to_bytes(4 if algorithm == "LZ4" else 8, "little")
@@ -79,7 +79,7 @@ def test_raw_streams_cross_decode(algorithm: str, contents: dict[int, bytes]) ->
         assert codecs.content_size(theirs, algorithm, bitstream="raw") == size
 
 
-# numcodecs formats that equal ours: (its codec, algorithm, bitstream).
+# Formats of numcodecs that equal a bitstream of overwire: (codec of numcodecs, algorithm, bitstream).
 NUMCODECS = {
     "lz4": (numcodecs.LZ4(), "LZ4", "with_size"),
     "zstd": (numcodecs.Zstd(), "Zstd", "raw"),
@@ -88,8 +88,8 @@ NUMCODECS = {
 
 
 @pytest.mark.parametrize("name", sorted(NUMCODECS))
-def test_numcodecs_cross_decodes(name: str, contents: dict[int, bytes]) -> None:
-    """Zarr's codecs read our streams and we read theirs. LZ4 has a length prefix of 4 bytes."""
+def test_streams_are_exchanged_with_numcodecs(name: str, contents: dict[int, bytes]) -> None:
+    """Zarr's codecs read overwire's streams, and overwire reads theirs. LZ4 has a length prefix of 4 bytes."""
     theirs, algorithm, kind = NUMCODECS[name]
     for size, plain in contents.items():
         if size:
@@ -97,9 +97,9 @@ def test_numcodecs_cross_decodes(name: str, contents: dict[int, bytes]) -> None:
         assert codecs.decode(theirs.encode(plain), algorithm, bitstream=kind) == plain, size
 
 
-def test_numcodecs_zlib_is_deflate_in_a_wrapper(contents: dict[int, bytes]) -> None:
-    """numcodecs reads our raw Deflate between a zlib header and its Adler-32. We read the Deflate inside its zlib
-    streams."""
+def test_numcodecs_zlib_streams_contain_deflate(contents: dict[int, bytes]) -> None:
+    """numcodecs reads overwire's raw Deflate between a zlib header and its Adler-32. overwire reads the Deflate inside
+    zlib streams of numcodecs."""
     for size, plain in contents.items():
         stored = bytes(codecs.encode(plain, "Deflate", bitstream="raw"))
         assert bytes(numcodecs.Zlib().decode(b"\x78\x9c" + stored + zlib.adler32(plain).to_bytes(4, "big"))) == plain, size
@@ -107,7 +107,7 @@ def test_numcodecs_zlib_is_deflate_in_a_wrapper(contents: dict[int, bytes]) -> N
 
 
 @pytest.mark.parametrize("algorithm", codecs.algorithms())
-def test_native_chunks_are_blocks_of_the_library(algorithm: str, contents: dict[int, bytes]) -> None:
+def test_reference_libraries_decode_native_chunks(algorithm: str, contents: dict[int, bytes]) -> None:
     """The reference library decodes each chunk of a native stream at the offset in the header."""
     for size, plain in contents.items():
         made = bytes(codecs.encode(plain, algorithm, chunk_size=65536))
@@ -127,8 +127,8 @@ def test_native_chunks_are_blocks_of_the_library(algorithm: str, contents: dict[
 
 
 def _nvcomp_cpu() -> Any:
-    """Returns (compress, decompress) of nvCOMP's GDeflate for the CPU, from its public header
-    nvcomp/native/gdeflate_cpu.h, if its wheel is installed."""
+    """Returns (compress, decompress) of nvCOMP's GDeflate for the CPU, with the declarations of its public header
+    nvcomp/native/gdeflate_cpu.h, or None if no wheel of nvCOMP is installed."""
     for wheel in ("nvidia-libnvcomp-cu13", "nvidia-libnvcomp-cu12"):
         try:
             files = metadata.distribution(wheel).files or []
@@ -164,8 +164,8 @@ def _back(decompress: Any, stored: bytes, nbytes: int) -> bytes:
     return target.raw[: made[0]]
 
 
-def test_gdeflate_of_nvcomp_cross_decodes(seed: int) -> None:
-    """nvCOMP's CPU library reads our GDeflate streams and we read its, at all levels."""
+def test_gdeflate_streams_are_exchanged_with_nvcomp(seed: int) -> None:
+    """nvCOMP's CPU library reads overwire's GDeflate streams, and overwire reads its streams, at all levels."""
     library = _nvcomp_cpu()
     if library is None:
         pytest.skip("nvidia-libnvcomp is not installed; go test covers streams of NVIDIA's libdeflate")
@@ -183,7 +183,7 @@ def test_gdeflate_of_nvcomp_cross_decodes(seed: int) -> None:
 
 @pytest.mark.parametrize("dtype", ["I8", "U8", "I16", "U16", "I32", "U32", "I64", "U64"])
 def test_cascaded_of_every_type(dtype: str) -> None:
-    """Runs and ramps of integers compress, with any layers, and no byte is lost."""
+    """Runs and ramps of integers are compressed, with any layers, and no byte is lost."""
     import numpy
 
     numbers = numpy.repeat(numpy.arange(2000) // 3, 5).astype(dtype.replace("I", "int").replace("U", "uint"))
@@ -205,7 +205,7 @@ def test_cascaded_of_every_type(dtype: str) -> None:
 
 
 def test_frames_of_streaming_writers_decode() -> None:
-    """Zstandard frames without a length, several frames, and several gzip members decode, as in files."""
+    """Zstandard frames without a length, several frames, and several gzip members are decoded, as in files."""
     plain = content(300_000)
     c = zstandard.ZstdCompressor().compressobj()
     unsized = c.compress(plain) + c.flush()
@@ -217,8 +217,8 @@ def test_frames_of_streaming_writers_decode() -> None:
 
 
 def test_padding_of_gzip() -> None:
-    """Zeros after a gzip member are padding, as in Python's gzip. Other bytes there, or before the first member, raise
-    an error."""
+    """Zeros after a gzip member are padding, as with Python's gzip. Other bytes after a member, or before the first
+    one, raise an error."""
     plain = content(1000)
     one = gzip.compress(plain)
     padded = one + b"\0" + one + bytes(3)
@@ -231,7 +231,7 @@ def test_padding_of_gzip() -> None:
             codecs.decode(stream, "gzip", bitstream="raw")
 
 
-def test_x16_beats_zstd_on_weights() -> None:
+def test_x16_compresses_weights_better_than_zstd() -> None:
     """X16 compresses bf16 weights better than zstd."""
     import torch
 
@@ -300,10 +300,10 @@ def test_outputs_that_overlap_are_refused_before_anything_is_written(algorithm: 
             with pytest.raises(ow.ArgumentError, match="two outputs overlap"):
                 work([a, b], outs)
             assert not any(first) and not any(second) and a == b == source
-        with pytest.raises(ow.ArgumentError, match="out overlaps the source"):  # another source
+        with pytest.raises(ow.ArgumentError, match="out overlaps the source"):  # out overlaps another source
             work([a, b], [over, None])
         assert a == b == source and not any(second)
-        # Adjacent buffers, a repeated source, an empty source inside an output, and no output are allowed.
+        # Adjacent buffers, a repeated source, an empty source inside an output, and a missing output are allowed.
         a, first, second = _parts(n + 2 * need, (0, n), (n, need), (n + need, need))
         a[:] = source
         made = work([a, a], [second, first])
@@ -313,7 +313,7 @@ def test_outputs_that_overlap_are_refused_before_anything_is_written(algorithm: 
     assert codecs.decode(codecs.encode(empty[:0], algorithm, bitstream=kind, out=empty), algorithm, bitstream=kind) == b""
 
 
-def test_overlaps_are_found_as_by_trying_every_pair(seed: int) -> None:
+def test_overlaps_equal_those_found_by_comparing_every_pair(seed: int) -> None:
     from overwire._apart import apart
 
     r = random.Random(seed)
@@ -340,7 +340,7 @@ def test_overlaps_are_found_as_by_trying_every_pair(seed: int) -> None:
     assert 300 < refused < 2700
 
 
-def test_what_is_a_buffer() -> None:
+def test_objects_that_count_as_buffers() -> None:
     import numpy
     import torch
 
@@ -363,7 +363,7 @@ class OfAGPU:
 
 
 class ViewOfAGPU(OfAGPU):
-    """Also exposes it through DLPack, like torch and CuPy."""
+    """Exposes GPU memory also through DLPack, like torch and CuPy."""
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return 2, 0
@@ -373,9 +373,9 @@ class ViewOfAGPU(OfAGPU):
 
 
 @pytest.mark.parametrize("kind", [OfAGPU, ViewOfAGPU])
-def test_memory_of_a_gpu_is_refused_by_name(kind: type[OfAGPU]) -> None:
-    """GPU memory is refused as a source and as an output before it is accessed, and the error names the module that
-    takes it."""
+def test_gpu_memory_is_refused(kind: type[OfAGPU]) -> None:
+    """GPU memory is refused as a source and as an output before it is accessed. The error names the module that accepts
+    it."""
     for work in (
         lambda: codecs.encode(kind(), "LZ4"),
         lambda: codecs.decode(kind(), "X16"),
@@ -386,8 +386,8 @@ def test_memory_of_a_gpu_is_refused_by_name(kind: type[OfAGPU]) -> None:
             work()
 
 
-def test_results_outlive_everything_and_are_freed() -> None:
-    """Hundreds of batches leave no memory allocated, and a view keeps its memory."""
+def test_results_outlive_their_sources_and_are_freed() -> None:
+    """After hundreds of batches, no memory is still allocated, and a view keeps its memory."""
     kept = codecs.decode(codecs.encode(content(500_000), "snappy"))
     before = _resident()
     made = codecs.encode(content(1_000_000), "snappy")
@@ -402,8 +402,9 @@ def _resident() -> int:
         return int(f.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def test_streams_of_other_writers_name_what_reads_them() -> None:
-    """A stream that starts neither like ours nor like nvCOMP 2.2's is refused, and the error says what to install."""
+def test_the_error_for_another_writers_stream_names_its_reader() -> None:
+    """If a stream starts like neither overwire's nor nvCOMP 2.2's, it is refused, and the error says what to
+    install."""
     made = bytearray(codecs.encode(content(5000), "LZ4", checksums=True))
     made[:5] = b"\x01\x02\x03\x04\x06"
     for work in (codecs.decode, codecs.content_size):
@@ -430,8 +431,8 @@ def test_bad_bytes_are_typed_errors() -> None:
         codecs.encode(b"abc", "nope")
 
 
-def test_other_threads_run_meanwhile() -> None:
-    """Encoding releases the GIL, so that another thread keeps counting."""
+def test_other_threads_run_during_encoding() -> None:
+    """Encoding releases the GIL, so another thread can continue counting."""
     plain = content(10_000_000)
     ticks, stop = [0], threading.Event()
 
@@ -443,7 +444,7 @@ def test_other_threads_run_meanwhile() -> None:
     thread = threading.Thread(target=count)
     thread.start()
     counted = []
-    while len(counted) < 20 and max(counted, default=0) < 5:  # a busy machine may pause any thread for a while
+    while len(counted) < 20 and max(counted, default=0) < 5:  # a busy machine may pause any thread
         before = ticks[0]
         codecs.encode([plain] * 2, "Deflate", level=4)
         counted.append(ticks[0] - before)
@@ -455,7 +456,7 @@ def test_other_threads_run_meanwhile() -> None:
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core")
 @pytest.mark.parametrize("algorithm", ["LZ4", "GDeflate"])
 def test_a_list_is_decoded_on_all_cores(algorithm: str) -> None:
-    """At least two engine threads decode the blocks of a raw list, and Python's thread does not."""
+    """At least two engine threads, and not Python's thread, decode the blocks of a raw list."""
     made = codecs.encode([content(1_000_000)] * 8, algorithm, bitstream="raw")
 
     def busy() -> dict[str, int]:
@@ -478,8 +479,8 @@ def test_a_list_is_decoded_on_all_cores(algorithm: str) -> None:
     assert mine not in workers and min(took[w] for w in workers) > 0, (mine, took)
 
 
-def test_foreign_memory_works_in_a_forked_child() -> None:
-    """Buffers and DLPack do not use Go, so they work in a forked child of a process that has started the engine."""
+def test_buffers_work_in_a_forked_child() -> None:
+    """Buffers and DLPack do not use Go, so they also work in a forked child while the engine runs in its parent."""
     import torch
 
     codecs.encode(b"abc")

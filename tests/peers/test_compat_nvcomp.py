@@ -1,4 +1,4 @@
-"""Tests overwire.compat.nvcomp as nvCOMP's Python API, with names, lifetimes and errors, without a GPU."""
+"""Compares overwire.compat.nvcomp with nvCOMP's Python API: names, lifetimes and errors, without a GPU."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ KINDS = tuple(nvcomp.BitstreamKind)
 # Names.
 
 
-def test_every_name_of_the_api_page() -> None:
+def test_every_name_of_the_api_pages_exists() -> None:
     """Every name on nvCOMP's API pages for 5.0, 5.3 and 6.0 exists."""
     for name in (
         "Array ArrayBufferKind BatchArray BitcompMode BitshuffleMode BitstreamKind CascadedCoarseGrainedEncoding "
@@ -83,7 +83,7 @@ def test_enums(kind: str, members: dict[str, int]) -> None:
 
 
 def test_unmodified_programs_import_it(tmp_path: Any) -> None:
-    """Programs can import the module through the compat path and after install, even next to other nvidia wheels."""
+    """Programs can import the module through the compat path or after install, even with other nvidia wheels."""
     (tmp_path / "nvidia" / "other").mkdir(parents=True)
     (tmp_path / "nvidia" / "other" / "__init__.py").write_text("here = True\n")
     folder, home = overwire.compat.path("nvcomp"), Path(overwire.__file__).parents[1]
@@ -109,15 +109,15 @@ def capsule(array: numpy.ndarray[Any, Any]) -> Any:
 
 
 class _Ai:
-    """Has only the array interface."""
+    """An object that has only the array interface."""
 
     def __init__(self, array: numpy.ndarray[Any, Any]) -> None:
         self.keep, self.__array_interface__ = array, array.__array_interface__
 
 
 @pytest.mark.parametrize("how", [capsule, torch.from_numpy, lambda a: a, _Ai, memoryview])
-def test_arrays_share_the_memory_and_keep_it(how: Callable[[Any], Any]) -> None:
-    """Arrays from every protocol share the source's memory, keep shape and type, and keep the source alive."""
+def test_arrays_share_memory_and_keep_it_alive(how: Callable[[Any], Any]) -> None:
+    """Arrays from every protocol share the source's memory, have its shape and type, and keep the source alive."""
 
     class Watched(numpy.ndarray[Any, Any]):
         pass
@@ -227,7 +227,7 @@ def test_batches_of_arrays() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", NAMES)
 def test_round_trips(name: str, kind: nvcomp.BitstreamKind) -> None:
-    """Arrays, batches and empty ones round-trip, with names in any case and with the algorithm of the header."""
+    """Arrays, batches and empty data round-trip, with names in any case and with the header's algorithm."""
     codec = nvcomp.Codec(algorithm=name.swapcase(), bitstream_kind=kind)
     deduce = nvcomp.Codec() if kind is nvcomp.BitstreamKind.NVCOMP_NATIVE else codec
     for size in SIZES[:-1]:
@@ -247,7 +247,7 @@ def test_round_trips(name: str, kind: nvcomp.BitstreamKind) -> None:
 
 @pytest.mark.parametrize("name", sorted(OTHERS))
 def test_streams_of_reference_libraries(name: str) -> None:
-    """liblz4, snap, libzstd and zlib read and write RAW and WITH_UNCOMPRESSED_SIZE. NATIVE streams contain RAW ones."""
+    """liblz4, snap, libzstd and zlib exchange RAW and WITH_UNCOMPRESSED_SIZE streams. NATIVE contains RAW streams."""
     encode, decode = OTHERS[name]
     for size in SIZES:
         plain = content(size)
@@ -308,7 +308,7 @@ def test_arguments_that_are_refused() -> None:
 
 
 def test_out() -> None:
-    """A result in the caller's memory keeps its address. Memory that is too small is resized only in our own Arrays."""
+    """A result has the address of the caller's memory. If memory is too small, only an overwire Array is resized."""
     plain = content(5000)
     codec = nvcomp.Codec(algorithm="lz4")
     made = codec.encode(plain)
@@ -368,7 +368,7 @@ def test_configs() -> None:
 
 
 def test_checksums() -> None:
-    """A wrong checksum raises an error once, at its Array's first access. Strict decoding raises it immediately."""
+    """A wrong checksum raises an error once, when its Array is first accessed, or during strict decoding."""
     codec = nvcomp.Codec(algorithm="snappy", checksum_policy=nvcomp.ChecksumPolicy.COMPUTE_AND_VERIFY)
     plain = content(100_000)
     good = codec.encode(plain)
@@ -398,7 +398,7 @@ def test_checksums() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_damaged_streams_raise(name: str, seed: int) -> None:
-    """A truncated or changed stream raises an error or gives bytes of the declared length, and never crashes."""
+    """A truncated or changed stream raises an error, or gives as many bytes as it declares, and never crashes."""
     import random
 
     r = random.Random(seed)
@@ -419,7 +419,7 @@ def test_damaged_streams_raise(name: str, seed: int) -> None:
 
 
 def test_algorithms_that_only_nvcomp_has() -> None:
-    """An algorithm that only nvCOMP has raises an error with the wheel's name. X16 streams are not marked as ANS."""
+    """If only nvCOMP has an algorithm, the error names nvCOMP's wheel. X16 streams are not marked as ANS."""
     listed = nvcomp.backends()
     assert set(listed) == {*NAMES, *original.ALGORITHMS} and all(listed[n].startswith("cpu") for n in NAMES)
     if original._newest_wheel() is not None:
@@ -475,7 +475,7 @@ def default_allocators() -> Any:
 
 @pytest.mark.usefixtures("default_allocators")
 def test_host_allocator() -> None:
-    """Results are in the allocator's memory and freed with their last holder. Old buffers survive a reset."""
+    """Results are in the allocator's memory, freed with their last holder. Old buffers stay valid after a reset."""
     pool, codec = Pool(), nvcomp.Codec(algorithm="lz4")
     nvcomp.set_host_allocator(pool)
     made = codec.encode(content(3000))
@@ -484,7 +484,7 @@ def test_host_allocator() -> None:
     assert pool.out[-1] == 3000 and bytes(back[0]) == content(3000) and bytes(back[1]) == b""
     assert all(s.ptr == 0 and s.device == -1 and s.is_special for s in pool.streams)
     other = Pool()
-    nvcomp.set_host_allocator(other)  # buffers from the first are in use
+    nvcomp.set_host_allocator(other)  # buffers of the first allocator are still in use
     held = torch.from_dlpack(back[0])
     nvcomp.set_host_allocator(None)
     assert not other.out and codec.decode(made).capacity == 3000
@@ -517,7 +517,7 @@ def test_allocators_that_fail() -> None:
     assert bytes(codec.decode(made)) == content(1000)
 
 
-def test_external_memory_lets_the_stream_go_last() -> None:
+def test_external_memory_frees_the_stream_last() -> None:
     order: list[str] = []
 
     class Thing:
@@ -580,7 +580,7 @@ print("end")
     assert done.stdout == "end\n" and done.stderr == ""
 
 
-def test_nothing_grows(script: Any) -> None:
+def test_a_thousand_decodes_need_no_more_memory(script: Any) -> None:
     """A thousand decodes do not increase memory."""
     done = script(
         """

@@ -1,5 +1,5 @@
-"""Tests the methods that safetensors 0.9 adds to open files in overwire.compat.safetensors, and compares them with the
-original if it has them."""
+"""Tests the methods of open files that safetensors 0.9 adds, in overwire.compat.safetensors. If the original has them,
+the tests compare both."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def is_packed(path: pathlib.Path) -> bool:
 
 
 def test_entries_of_the_header(files: Any) -> None:
-    """get_tensor_meta returns the header's entry, which cannot be changed. For a compressed file the offsets are those
-    of the decoded bytes without gaps."""
+    """get_tensor_meta returns an entry of the header, which cannot be changed. The offsets of a compressed file are
+    those of the decoded bytes without gaps."""
     path, tensors = files
     plain = ours_pt.save(tensors)
     size = int.from_bytes(plain[:8], "little")
@@ -70,7 +70,7 @@ def test_entries_of_the_header(files: Any) -> None:
 
 
 def test_every_tensor_once(files: Any) -> None:
-    """Each tensor is returned once, by name or in load order, unchanged, even if the file is closed."""
+    """Each tensor is returned once, by name or in load order, and unchanged, even if the file is closed."""
     path, tensors = files
     with ours.safe_open(path, "pt") as file:
         order = file.offset_keys()
@@ -94,7 +94,7 @@ def test_every_tensor_once(files: Any) -> None:
 
 
 def test_rows_of_a_plan(files: Any) -> None:
-    """Rows in a plan equal those of a tensor's slice, and only these are returned."""
+    """The rows of a plan equal those of a tensor's slice, and only these rows are returned."""
     path, tensors = files
     rows = [slice(None), slice(1, 3), slice(-2, None), slice(2, 1), slice(3, None), slice(None, -1), slice(True, 2)]
     many = [name for name, tensor in tensors.items() if tensor.dim() and tensor.shape[0] >= 3]
@@ -111,8 +111,8 @@ def test_rows_of_a_plan(files: Any) -> None:
             same(tensor, whole if plan[name] is None else whole[plan[name]])
 
 
-def test_what_is_closed(files: Any) -> None:
-    """A closed loader returns nothing more, and tensors it returned stay valid. A loader left early frees the rest."""
+def test_closed_loaders(files: Any) -> None:
+    """A closed loader returns nothing more. Tensors that it has returned stay valid, and it frees the other tensors."""
     path, tensors = files
     with ours.safe_open(path, "pt").prefetch() as loader:
         name, tensor = next(iter(loader))
@@ -125,7 +125,7 @@ def test_what_is_closed(files: Any) -> None:
 
 
 def test_threads_share_a_loader(files: Any) -> None:
-    """Threads that iterate over one loader get each tensor once."""
+    """If threads iterate over one loader, each tensor is returned once."""
     path, tensors = files
     loader = ours.safe_open(path, "pt").prefetch()
     came: list[tuple[str, torch.Tensor]] = []
@@ -140,7 +140,7 @@ def test_threads_share_a_loader(files: Any) -> None:
 
 
 def test_threads_share_entries(tmp_path: pathlib.Path, monkeypatch: Any) -> None:
-    """A thread that requests an entry while another creates all of them gets the right one."""
+    """If a thread requests an entry while another thread creates all entries, it gets the right entry."""
     path = tmp_path / "x.safetensors"
     ours_pt.save_file({f"t{n}": torch.zeros(n) for n in range(3)}, path)
     file = ours.safe_open(path, "pt")
@@ -159,12 +159,12 @@ def test_threads_share_entries(tmp_path: pathlib.Path, monkeypatch: Any) -> None
     assert shapes == [[], [2]]
 
 
-def test_a_signal_handler_takes(files: Any, monkeypatch: Any) -> None:
-    """A signal handler cannot take from the loader that it interrupts. The other tensors are returned as usual."""
+def test_a_signal_handler_cannot_take_from_a_loader(files: Any, monkeypatch: Any) -> None:
+    """If a signal handler interrupts a loader and takes from it, the handler gets an error. The loader continues."""
     path, tensors = files
     refused = []
 
-    def interrupt(now: Any) -> None:  # as in a handler: on the thread that waits for a tensor and holds the lock
+    def interrupt(now: Any) -> None:  # like a handler, on the thread that waits for a tensor and holds the lock
         with pytest.raises(ours.SafetensorError, match="a signal handler used"):
             loader.take("one")
         refused.append(now)
@@ -176,9 +176,9 @@ def test_a_signal_handler_takes(files: Any, monkeypatch: Any) -> None:
     assert refused and came.keys() == tensors.keys()
 
 
-def test_a_forked_child_leaves_its_parents_loader(tmp_path: pathlib.Path, torch_script: Any) -> None:
-    """A loader refuses a forked child immediately, even while a thread of the parent waits in it, and continues in the
-    parent."""
+def test_a_forked_child_cannot_use_its_parents_loader(tmp_path: pathlib.Path, torch_script: Any) -> None:
+    """If a forked child uses its parent's loader, it is refused immediately, even if a thread of the parent waits in
+    the loader. The loader continues in the parent."""
     torch_script(
         """
 import os, signal, threading, torch, overwire as ow
@@ -215,9 +215,9 @@ assert len(came) == 8
     )
 
 
-def test_files_that_are_not_what_they_were(files: Any) -> None:
-    """A damaged chunk raises an error with its tensor's name for each tensor that is not loaded yet. A replaced file
-    also raises an error."""
+def test_damaged_and_replaced_files(files: Any) -> None:
+    """If a chunk is damaged, each tensor that is not loaded yet raises an error with its name. A replaced file also
+    raises an error."""
     path, tensors = files
     if is_packed(path):
         data = bytearray(path.read_bytes())
@@ -250,7 +250,7 @@ SETTINGS: list[dict[str, Any]] = [
 
 
 def test_refusals(tmp_path: pathlib.Path) -> None:
-    """Requests that cannot be prefetched raise the original's error class and message before anything is read."""
+    """If a request cannot be prefetched, it raises the original's error class and message before anything is read."""
     header = {
         "a": {"dtype": "F32", "shape": [3, 4], "data_offsets": [0, 48]},
         "c": {"dtype": "F32", "shape": [], "data_offsets": [48, 52]},
@@ -293,8 +293,8 @@ def test_a_file_without_tensors(tmp_path: pathlib.Path) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu(tmp_path: pathlib.Path) -> None:
-    """Without a GPU, prefetching to one raises the original's error class, even for rows only, so that programs fall
-    back in the same way."""
+    """Without a GPU, prefetching to a GPU raises the original's error class, even for some rows, so that the fallbacks
+    of programs work."""
     path = tmp_path / "x.safetensors"
     ours_pt.save_file({"one": torch.ones(1)}, path)
     plans: list[Any] = [None, {"one": slice(0, 1)}]
@@ -305,7 +305,7 @@ def test_without_a_gpu(tmp_path: pathlib.Path) -> None:
 
 
 def test_under_the_patch(tmp_path: pathlib.Path) -> None:
-    """Under the patch, a compressed file that safetensors opens can also be prefetched."""
+    """Under the patch, safetensors can also prefetch from a compressed file."""
     path = tmp_path / "x.safetensors"
     tensors = {"a": torch.arange(12.0).reshape(3, 4), "b": torch.ones(2).half()}
     ow.save_file(tensors, path)

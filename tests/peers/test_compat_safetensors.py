@@ -29,12 +29,12 @@ from packaging.version import Version
 VECTORS = json.loads((pathlib.Path(__file__).parents[1] / "goldens" / "container" / "vectors.json").read_text())
 PAIRS = [(real, ours), (real_pt, ours_pt), (real_np, ours_np)]
 
-# Names that the original's modules import and do not export.
+# Names that the original's modules import but do not export.
 NOT_API = {"os", "sys", "defaultdict", "Any", "Dict", "List", "Optional", "Set", "Tuple", "Union", "torch", "np", "numpy", "_safetensors_rust"}
 
 
 def outcome(call: Any) -> tuple[Any, BaseException | None]:
-    """Returns a call's result and the exception it raises, if any."""
+    """Returns a call's result and the exception that it raises, or None for each."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -48,7 +48,7 @@ def kind(error: BaseException | None) -> str:
 
 
 def words(error: BaseException | None) -> str:
-    """Returns an error's message. From 0.9 on, the argument's name is in a note."""
+    """Returns the message of an error. From 0.9 on, a note has the name of the argument."""
     notes = [note.removeprefix("while processing ").strip("'") for note in getattr(error, "__notes__", ())]
     return "".join(f"argument '{name}': " for name in notes) + str(error)
 
@@ -83,7 +83,7 @@ def packed(tensors: Any, tmp_path: pathlib.Path) -> str:
 
 
 @pytest.mark.parametrize(("theirs", "mine"), PAIRS, ids=["safetensors", "torch", "numpy"])
-def test_every_name_is_there(theirs: Any, mine: Any) -> None:
+def test_every_name_exists(theirs: Any, mine: Any) -> None:
     names = {name for name in vars(theirs) if not name.startswith("__")} - NOT_API
     assert names <= set(vars(mine)), names - set(vars(mine))
     if theirs is real:
@@ -91,7 +91,7 @@ def test_every_name_is_there(theirs: Any, mine: Any) -> None:
 
 
 @pytest.mark.parametrize(("theirs", "mine"), PAIRS, ids=["safetensors", "torch", "numpy"])
-def test_every_signature_takes_the_same(theirs: Any, mine: Any) -> None:
+def test_signatures_equal_the_originals(theirs: Any, mine: Any) -> None:
     compared = 0
     for name, original in vars(theirs).items():
         if name in NOT_API or not callable(original) or name == "SafetensorError":
@@ -107,7 +107,7 @@ def test_every_signature_takes_the_same(theirs: Any, mine: Any) -> None:
     assert compared >= 6
 
 
-def test_every_method_is_there(plain: str) -> None:
+def test_every_method_exists(plain: str) -> None:
     for a, b in [
         (real.safe_open(plain, "pt"), ours.safe_open(plain, "pt")),
         (real.safe_open(plain, "pt").get_slice("b"), ours.safe_open(plain, "pt").get_slice("b")),
@@ -122,7 +122,8 @@ def test_every_method_is_there(plain: str) -> None:
 
 @pytest.mark.parametrize("name", ["flax", "mlx", "tensorflow", "paddle"])
 def test_other_frameworks(name: str, tmp_path: pathlib.Path) -> None:
-    """Each module reads and writes like the original's. Without its framework, it raises the original's error."""
+    """Each module reads and writes like the original's module. Without its framework, it raises the original's
+    error."""
     _, want = outcome(lambda: importlib.import_module(f"safetensors.{name}"))
     module, got = outcome(lambda: importlib.import_module(f"overwire.compat.safetensors.{name}"))
     assert kind(want) == kind(got) and str(want) == str(got)
@@ -152,7 +153,7 @@ def test_the_compiled_module() -> None:
 
 @pytest.mark.slow
 def test_under_its_original_name(script: Any) -> None:
-    """If it replaces the package, its modules can be imported by the original names."""
+    """If the drop-in replaces the package, its modules can be imported by their original names."""
     script("""
 import sys
 sys.modules["safetensors"] = None  # the original is not installed
@@ -177,7 +178,7 @@ for call in (lambda: load(b"x"), lambda: load_file("y"), lambda: safetensors.saf
 
 
 def test_files(tensors: Any, plain: str, packed: str) -> None:
-    """Plain and compressed files give the same tensors as the original reads from the plain file."""
+    """Plain and compressed files give the same tensors that the original reads from the plain file."""
     want = real_pt.load_file(plain)
     for path in (plain, packed):
         for backend in ("mmap", "pread"):
@@ -248,14 +249,14 @@ INDICES: list[Any] = [
     (..., ...), (slice(None), -1), (slice(None), -4), (slice(None), 3), (slice(0, 1), slice(1, 2), slice(1, 3)),
 ]  # fmt: skip
 
-# with numpy only, because the original fails for these indices, although numpy does not
+# With numpy, the original fails for these indices, although numpy itself does not.
 WIDER = {"OverflowError", "SystemError"}
 
 
 @pytest.mark.parametrize("name", ["b", "empty", "scalar", "a"])
 @pytest.mark.parametrize("framework", ["pt", "np"])
 def test_every_index(plain: str, packed: str, framework: str, name: str) -> None:
-    """An index gives the original's tensor or its error class and message."""
+    """An index gives the original's tensor, or the original's error class and message."""
     theirs = real.safe_open(plain, framework).get_slice(name)
     compared = 0
     for path in (plain, packed):
@@ -270,13 +271,13 @@ def test_every_index(plain: str, packed: str, framework: str, name: str) -> None
                 assert bytes(np.asarray(got)) == bytes(np.asarray(want)), index
                 compared += 1
             elif framework == "np" and error is None:
-                # Empty and negative ranges, and ranges beyond the end.
+                # Only here overwire accepts more: empty and negative ranges, and ranges beyond the end.
                 full = np.arange(24, dtype=np.float32).reshape(2, 3, 4) if name == "b" else real_np.load(ours_np.save({}))
                 assert kind(refused) in WIDER or "out of bounds" in str(refused), (index, refused)
                 if name == "b":
                     assert np.array_equal(got, full[index]), index
             else:
-                # If an index is wrong in two ways, either may be reported.
+                # If an index is wrong in two ways, either error may be raised.
                 assert kind(error) == kind(refused) or kind(refused) in WIDER, (index, error, refused)
                 if kind(refused) == "SafetensorError":
                     assert str(error).split(" with shape")[0] == str(refused).split(" with shape")[0], index
@@ -335,22 +336,22 @@ def test_errors_of_reading(plain: str, tmp_path: pathlib.Path) -> None:
 
 
 @pytest.mark.parametrize("vector", VECTORS, ids=[v["name"] for v in VECTORS])
-def test_every_rule(vector: Any) -> None:
-    """For each rule of the format, deserialize raises the original's error class, and its message if both refuse the
-    file for the same rule."""
+def test_every_rule_of_the_format(vector: Any) -> None:
+    """For each rule of the format, deserialize raises the original's error class. If both refuse a file for the same
+    rule, the message is also the same."""
     data = base64.b64decode(vector["file"])
     (theirs, want), (mine, got) = outcome(lambda: real.deserialize(data)), outcome(lambda: ours.deserialize(data))
     if vector["ours"]:
         assert kind(got) == "SafetensorError"
         if want is not None and "invalid JSON" not in str(want) and "invalid UTF-8" not in str(want) and "2^64" not in vector["name"]:
-            assert str(got).startswith(str(want).split("`")[0])  # with two faults, either may be named
+            assert str(got).startswith(str(want).split("`")[0])  # if a file has two faults, either may be named
     else:
         assert want is None and got is None
         assert sorted(mine) == sorted(theirs)
 
 
 def test_closed(plain: str) -> None:
-    """A closed file raises an error that says so. Slices made before still work."""
+    """A closed file raises an error that says so. Slices that were made before still work."""
     for module in (real, ours):
         f = module.safe_open(plain, "pt")
         part = f.get_slice("b")
@@ -372,8 +373,8 @@ def test_closed(plain: str) -> None:
 # Writing.
 
 
-def test_same_file(tensors: Any, tmp_path: pathlib.Path) -> None:
-    """Our file differs from the original's only in the spaces that align the data."""
+def test_saved_files_equal_the_originals(tensors: Any, tmp_path: pathlib.Path) -> None:
+    """overwire's file differs from the original's only in the spaces that align the data."""
     a, b = real_pt.save(tensors, {"k": "v"}), ours_pt.save(tensors, {"k": "v"})
     ours_pt.save_file(tensors, tmp_path / "f.safetensors", {"k": "v"})
     assert (tmp_path / "f.safetensors").read_bytes() == b
@@ -401,7 +402,7 @@ def test_tensor_spec() -> None:
         )
         assert kind(want) == kind(got) and want is not None, wrong
     with pytest.raises(ours.SafetensorError):
-        ours.serialize({"a": ours.TensorSpec(**good | {"data_ptr": 0})})  # here the original crashes
+        ours.serialize({"a": ours.TensorSpec(**good | {"data_ptr": 0})})  # the original crashes in this case
     for call in (
         lambda m: m.serialize([]),
         lambda m: m.serialize({1: m.TensorSpec(**good)}),
@@ -498,7 +499,7 @@ def test_models(saver: Any, loader: Any, tmp_path: pathlib.Path) -> None:
         same(twin.state_dict()[name], tensor)
 
 
-def test_models_that_do_not_fit(tmp_path: pathlib.Path) -> None:
+def test_models_that_do_not_match(tmp_path: pathlib.Path) -> None:
     path = str(tmp_path / "m.safetensors")
     real_pt.save_file({"emb.weight": torch.ones(8, 8), "extra": torch.ones(1)}, path)
     (_, want), (_, got) = (outcome(lambda m=m: m.load_model(Tied(), path)) for m in (real_pt, ours_pt))
@@ -514,7 +515,7 @@ def test_models_that_do_not_fit(tmp_path: pathlib.Path) -> None:
 
 
 def test_functions_of_other_frameworks_can_be_pickled() -> None:
-    """Functions can be pickled by name like the original's, so a process pool accepts them."""
+    """The functions can be pickled by name like the original's, so a process pool accepts them."""
     from overwire.compat.safetensors._arrays import functions
 
     for function in functions("safetensors.flax", "np", np.asarray):
@@ -522,8 +523,8 @@ def test_functions_of_other_frameworks_can_be_pickled() -> None:
         assert hasattr(importlib.import_module("safetensors.numpy"), function.__name__)
 
 
-def test_bytes_are_those_of_a_file_and_no_file_is_written(torch_script) -> None:
-    """`save` and `serialize` return the bytes that `save_file` writes, without writing a file."""
+def test_save_returns_the_bytes_of_a_file_without_writing_one(torch_script) -> None:
+    """`save` and `serialize` return the bytes that `save_file` would write, without writing a file."""
     torch_script("""
 import resource, torch
 import overwire.compat.safetensors.torch as st

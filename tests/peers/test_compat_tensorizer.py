@@ -1,5 +1,5 @@
-"""Compares overwire.compat.tensorizer with tensorizer itself. Each reads what the other writes, files are equal where
-nothing is random, and results are the same."""
+"""Compares overwire.compat.tensorizer with tensorizer itself. Each library reads the other's files, files without
+random parts are equal, and results are the same."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ import pytest
 import tensorizer as theirs
 import torch
 
-try:  # the reference can only encrypt if the system has libsodium
+try:  # the reference encrypts only if the system has libsodium
     theirs.EncryptionParams.random()
     SODIUM = True
 except Exception:
@@ -68,12 +68,12 @@ def fill(module: Any, path: Any, what: Any, encryption: Any = None) -> None:
 
 @pytest.mark.parametrize("encrypted", [False, True])
 @pytest.mark.parametrize("writer,reader", [(ours, theirs), (theirs, ours), (ours, ours)])
-def test_across(tmp_path: Path, writer: Any, reader: Any, encrypted: bool) -> None:
+def test_each_library_reads_the_others_files(tmp_path: Path, writer: Any, reader: Any, encrypted: bool) -> None:
     """Each library reads modules and nested structures that the other wrote, with a key or a password, eagerly or
     lazily, with verification."""
     if encrypted and not SODIUM and theirs in (writer, reader):
         pytest.skip("the reference has no libsodium; the golden files are still read")
-    meta = {"plain": torch.randn(1 << 20), "meta": torch.empty(4, device="meta")}  # 4 MiB: two encrypted chunks
+    meta = {"plain": torch.randn(1 << 20), "meta": torch.empty(4, device="meta")}  # 4 MiB are two encrypted chunks
     params = [None]
     if encrypted:
         params = [writer.EncryptionParams.random(), writer.EncryptionParams.from_string(b"secret", **FAST)]
@@ -89,8 +89,8 @@ def test_across(tmp_path: Path, writer: Any, reader: Any, encrypted: bool) -> No
             with reader.TensorDeserializer(path, device="cpu", lazy_load=lazy, verify_hash=True, encryption=key) as de:
                 if isinstance(what, Net):
                     twin = Net(1)
-                    # Two tensors of the first layer, three of the others (the tied one is written twice), the module's
-                    # own parameter and two buffers, and five of the norm.
+                    # Two tensors of the first layer, three of the others (the tied tensor is written twice), the
+                    # module's own parameter and two buffers, and five of the norm.
                     assert de.load_into_module(twin) == 2 + 3 + 3 + 5
                     assert all(same(a, twin.state_dict()[name]) for name, a in what.state_dict().items())
                 elif what is NESTED:
@@ -107,8 +107,8 @@ def test_across(tmp_path: Path, writer: Any, reader: Any, encrypted: bool) -> No
 
 
 @pytest.mark.parametrize("kind", ["path", "file", "raw", "bytesio", "temporary", "fd"])
-def test_same_bytes(tmp_path: Path, kind: str) -> None:
-    """An unencrypted file equals the reference's byte for byte for every kind of target."""
+def test_files_equal_the_references(tmp_path: Path, kind: str) -> None:
+    """An unencrypted file equals the reference's file byte for byte, for every kind of target."""
 
     def write(module: Any) -> bytes:
         path = tmp_path / f"{module.__name__}.tensors"
@@ -137,9 +137,9 @@ def test_same_bytes(tmp_path: Path, kind: str) -> None:
     assert write(ours) == write(theirs)
 
 
-def test_same_bytes_in_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many tensors, hashed sixteen at a time and written in several batches with copies among them, give the
-    reference's file."""
+def test_files_of_many_tensors_equal_the_references(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If many tensors are hashed sixteen at a time and written in several batches, with copies among them, the file
+    equals the reference's."""
     from overwire.compat.tensorizer import _writer
 
     monkeypatch.setattr(_writer, "_TURN", 300_000)
@@ -161,7 +161,7 @@ def test_same_bytes_in_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_full_disk(tmp_path: Path) -> None:
-    """If the disk is full, the error names the file and the tensor. Tensors that were to be removed stay in the
+    """If the disk is full, the error names the file and the tensor. Tensors that write_module would remove stay in the
     module."""
     net = torch.nn.Linear(1000, 1000, bias=False)
     s = ours.TensorSerializer(tmp_path / "x.tensors")
@@ -176,8 +176,8 @@ def test_full_disk(tmp_path: Path) -> None:
     s.close()
 
 
-def test_same_bytes_of_modules(tmp_path: Path) -> None:
-    """write_module with its options, and a dimension above 2^32, give the reference's bytes."""
+def test_files_of_modules_equal_the_references(tmp_path: Path) -> None:
+    """write_module with its options, and a dimension above 2^32, give the same bytes as with the reference."""
     for options in ({}, {"remove_tensors": True}):
         written = []
         for module in (ours, theirs):
@@ -197,8 +197,8 @@ def test_same_bytes_of_modules(tmp_path: Path) -> None:
     assert ".seen" in names and "norm.running_mean" in names and ".hidden" not in names
 
 
-def test_index_beyond_the_reference(tmp_path: Path) -> None:
-    """5,000 tensors can be written. The reference cannot write an index of that size, but can read it."""
+def test_an_index_that_is_too_large_for_the_reference(tmp_path: Path) -> None:
+    """5,000 tensors can be written. The reference cannot write an index of this size, but can read it."""
     many = {f"some.long.name.of.a.tensor.{i}": torch.full((2,), i) for i in range(5000)}
     with pytest.raises(RuntimeError, match="Metadata overflow"):
         fill(theirs, tmp_path / "x.tensors", many)
@@ -237,7 +237,7 @@ def test_read_in_order(tmp_path: Path) -> None:
 
 
 def test_filters_trees_and_dtypes(tmp_path: Path) -> None:
-    """filter_func, prefixes, defaults and casts act as in the reference."""
+    """filter_func, prefixes, defaults and casts have the same effect as in the reference."""
     path = tmp_path / "x.tensors"
     fill(theirs, path, NESTED)
 
@@ -264,7 +264,7 @@ def test_filters_trees_and_dtypes(tmp_path: Path) -> None:
 
 
 def test_dtypes_that_safetensors_lacks(tmp_path: Path) -> None:
-    """complex128 and complex32 are exchanged in both directions. overwire's own functions refuse them by name."""
+    """Both libraries exchange complex128 and complex32. overwire's own functions refuse these dtypes by name."""
     tensors = {
         "z": torch.randn(3, 2, dtype=torch.complex128),
         "h": torch.randn(5, dtype=torch.complex64).to(torch.complex32),
@@ -293,7 +293,7 @@ def test_damage(tmp_path: Path) -> None:
     passed, results = de.verify_module(net)
     assert not passed and [n for n, ok in results if not ok] == ["first.bias"]
     whole = bytearray(path.read_bytes())
-    whole[-12] ^= 4  # in the last tensor, which has 8 bytes and 8 zeros after it
+    whole[-12] ^= 4  # the bit is in the last tensor, which has 8 bytes and is followed by 8 zeros
     path.write_bytes(whole)
     ours.TensorDeserializer(path, device="cpu").close()
     with pytest.raises(ours.serialization.HashMismatchError):
@@ -330,7 +330,7 @@ def test_refusals(tmp_path: Path, module: Any) -> None:
         ("Cannot serialize", TypeError, lambda: fill(module, tmp_path / "y", {"a": 3})),
     ] + ([] if key is None else [("not be encrypted", module.CryptographyError, lambda: new(path, device="cpu", encryption=key))]):
         if "num_readers > 1" in match and module is theirs:
-            continue  # the reference first reduces the number to that of the tensors
+            continue  # the reference first reduces the number to the number of tensors
         with pytest.raises(kind, match=match):
             call()
 
@@ -347,7 +347,7 @@ def fill_twice(module: Any, path: Path) -> None:
 
 @pytest.mark.parametrize("module", [ours] + ([theirs] if SODIUM else []))
 def test_params(module: Any) -> None:
-    """Tests keys, salts and limits."""
+    """Keys, salts and limits are the same as in the reference."""
     params = module.EncryptionParams
     known = params.from_string("test", salt=bytes(16), **FAST).key.hex()
     assert known == "185d9543e6945bb30c6ecb2d1ac58a388ddfe954c34cf395a4fa12f986897662"
@@ -406,7 +406,7 @@ def test_open_files_and_http(tmp_path: Path) -> None:
 
 
 def test_torch_compat(tmp_path: Path) -> None:
-    """torch.save and torch.load work with tensors in separate files, exchanged in both directions, with ties."""
+    """torch.save and torch.load work with tensors in separate files, which both libraries exchange, with ties."""
     base = torch.arange(12.0).reshape(3, 4)
     obj = {"net": Net().state_dict(), "base": base, "view": base.t()[1:], "f8": torch.ones(3).to(torch.float8_e4m3fn), "n": 3}
     save, load = torch.save, torch.load
@@ -436,7 +436,7 @@ def test_torch_compat(tmp_path: Path) -> None:
 
 
 def test_utils() -> None:
-    """Texts equal the reference's. no_init_or_tensor only affects the calling thread."""
+    """Texts equal the reference's. no_init_or_tensor affects only the calling thread."""
     for n, decimal in itertools.product((0, 999, 1000, 1024, 123456789, 5e16), (True, False)):
         assert ours.utils.convert_bytes(n, decimal) == theirs.utils.convert_bytes(n, decimal)
     assert ours.utils.get_mem_usage().split("(")[0] == theirs.utils.get_mem_usage().split("(")[0]
@@ -451,7 +451,7 @@ def test_utils() -> None:
     assert ours.utils.no_init_or_tensor(lambda: torch.nn.Embedding(2, 2)).weight.is_meta
 
 
-def test_as_vllm_uses_it(tmp_path: Path) -> None:
+def test_calls_of_vllms_loader(tmp_path: Path) -> None:
     """The calls of vLLM's tensorizer loader work: a marker, a module without weights, a stream around the serializer,
     keys, and totals at the end."""
     path = tmp_path / "folder" / "model.tensors"
@@ -480,8 +480,8 @@ def test_as_vllm_uses_it(tmp_path: Path) -> None:
 
 
 def test_names_of_a_modules_own_parameters(tmp_path: Path) -> None:
-    """A parameter that the file calls ".brain" is "brain" in load_file and convert, as in state_dict(). The drop-in and
-    converted .tensors files keep the dot. Names from a state dict are unchanged."""
+    """A parameter that a file calls ".brain" is "brain" in load_file and convert, as in state_dict(). The drop-in and
+    converted .tensors files keep the dot. Names from a state dict do not change."""
     net, path = Net(), tmp_path / "m.tensors"
     theirs_serializer = theirs.TensorSerializer(str(path))
     theirs_serializer.write_module(net)
@@ -506,7 +506,8 @@ def test_names_of_a_modules_own_parameters(tmp_path: Path) -> None:
 
 
 def test_import_and_install() -> None:
-    """The import loads no large package and does not start the engine. PYTHONPATH makes programs find the drop-in."""
+    """The import loads no large package and does not start the engine. With a folder on PYTHONPATH, programs import the
+    drop-in."""
     program = (
         "import sys, tensorizer, tensorizer.serialization as s, tensorizer.stream_io\n"
         "assert tensorizer._crypt.available  # there without an import of its own, as in tensorizer\n"

@@ -1,4 +1,4 @@
-"""Tests that fastsafetensors' own examples run unchanged with the drop-in, and tests our additions and corrections.
+"""Tests that fastsafetensors' own examples run unchanged with the drop-in, and tests additions and corrections.
 
 test_fastsafetensors_parity.py compares results with the real package. test_fastsafetensors_plugins.py tests plug-ins.
 """
@@ -61,7 +61,7 @@ def rows(columns: int) -> Any:
 
 
 def run(folder: Path, *argv: str, start: Any = warm.run) -> str:
-    """Runs a program in `folder` that imports the drop-in as fastsafetensors."""
+    """Runs a program in `folder` that imports the drop-in under the name fastsafetensors."""
     clean = cleaned("FASTSAFETENSORS_")
     paths = [ow.compat.path("fastsafetensors"), *filter(None, [os.environ.get("PYTHONPATH")])]
     clean |= {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
@@ -76,8 +76,8 @@ def torchrun(folder: Path, *argv: str) -> str:
 
 
 def both_ranks(folder: Path, *argv: str) -> None:
-    """Runs a program as two ranks without the launcher, which would import torch a third time. `warm.run` cannot be
-    used, because it starts one program at a time and the ranks wait for each other."""
+    """Runs a program as two ranks without the launcher, which would also import torch. `warm.run` cannot be used,
+    because it runs one program at a time, and the ranks wait for each other."""
     with ThreadPoolExecutor(2) as pool:
         said = list(pool.map(lambda rank: run(folder, *argv, str(rank), start=warm.fresh), range(2)))
     assert said == ["done\n"] * 2
@@ -116,9 +116,9 @@ def test_the_parallel_example_over_nccl(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.imports_torch
-def test_ranks_share_what_they_loaded(tmp_path: Path) -> None:
-    """Ranks share what they loaded, through get_tensor, get_sharded (uneven), push, multi_cols, as_dict, pipelines and
-    a subgroup, even with damage on one rank. See fastsafetensors_worker.py."""
+def test_ranks_share_their_tensors(tmp_path: Path) -> None:
+    """Ranks share their tensors through get_tensor, get_sharded (uneven), push, multi_cols, as_dict, pipelines and a
+    subgroup, even if a file is damaged on one rank. fastsafetensors_worker.py has the cases."""
     torch.manual_seed(5)
     a = {"a0": torch.randn(10, 12), "a1": torch.randn(7, 12), "few": torch.arange(1)}
     fp8 = torch.randint(0, 255, (6, 5), dtype=torch.uint8).view(torch.float8_e4m3fn)
@@ -139,7 +139,7 @@ def files(tmp_path: Path) -> list[str]:
     return two_files(tmp_path)
 
 
-# Our additions.
+# Additions of the drop-in.
 
 
 @pytest.mark.parametrize("nogds", [True, False])
@@ -155,7 +155,7 @@ def test_plain_and_compressed_files_of_every_dtype(files: list[str], nogds: bool
     loader.close()
 
 
-def test_tensors_outlive_everything(files: list[str]) -> None:
+def test_tensors_outlive_their_buffer_and_loader(files: list[str]) -> None:
     gc.collect()
     count, nbytes = fst.live_allocation_count(), fst.live_allocation_bytes()
     loader, buffer = load(files)
@@ -178,7 +178,7 @@ def test_tensors_outlive_everything(files: list[str]) -> None:
     assert (fst.live_allocation_count(), fst.live_allocation_bytes()) == (count, nbytes)
 
 
-def test_a_closed_buffer_says_so(files: list[str]) -> None:
+def test_a_closed_buffer_raises_an_error(files: list[str]) -> None:
     _, buffer = load(files)
     buffer.close()
     buffer.close()
@@ -216,7 +216,7 @@ def test_damage_raises_and_leaks_nothing(files: list[str]) -> None:
     assert get_framework_op("pt").get_mem_used() == 0
 
 
-def test_pipelines_hold_as_few_batches_as_was_said(tmp_path: Path) -> None:
+def test_pipelines_keep_the_requested_number_of_batches(tmp_path: Path) -> None:
     paths = []
     for at in range(6):
         paths.append(str(tmp_path / f"{at}.safetensors"))
@@ -260,7 +260,7 @@ def test_pipelines_hold_as_few_batches_as_was_said(tmp_path: Path) -> None:
         None, paths, device_memory_budget=28000, resident_tensor=lambda n: n.startswith("t0"), use_tqdm_on_load=False
     )  # fmt: skip
     assert len([used() <= 12000 or pytest.fail("over") for _ in loader.iterate_weights()]) == 24
-    # Leaving the loop early ends the thread and frees everything.
+    # If the loop is left early, the thread ends and all memory is freed.
     loader = fst.ParallelLoader(None, paths, use_tqdm_on_load=False)
     weights = loader.iterate_weights()
     next(weights)
@@ -269,7 +269,7 @@ def test_pipelines_hold_as_few_batches_as_was_said(tmp_path: Path) -> None:
     assert used() == 0 and list(loader.iterate_weights()) == []
 
 
-def test_expert_filters_drop_other_experts_alone(tmp_path: Path) -> None:
+def test_expert_filters_drop_only_other_experts(tmp_path: Path) -> None:
     shared = ["model.norm.weight", "layers.0.mlp.gate.weight", "layers.0.shared_experts.up.weight", "layers.0.experts.scales"]
     kinds, small = ["weight", "weight_packed", "qweight"], ["weight_scale", "scales", "g_idx", "qzeros"]
     path = str(tmp_path / "moe.safetensors")
@@ -311,7 +311,7 @@ def test_expert_filter_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> 
         fst.expert_parallel_filter_from_env()
 
 
-def test_the_saver_writes_a_set_that_can_be_proved(tmp_path: Path) -> None:
+def test_the_saver_writes_a_valid_shard_set(tmp_path: Path) -> None:
     tensors = {f"t{i}": torch.randn(100 + i, 7) for i in range(9)}
     for compress in (False, True):
         saver = fst.ParallelSaver(num_shards=3, compress=compress)
@@ -336,7 +336,7 @@ def test_the_saver_writes_a_set_that_can_be_proved(tmp_path: Path) -> None:
 
 
 def test_entries_are_filled_by_the_caller(tmp_path: Path) -> None:
-    """save_entries accepts sources of any kind, every dtype, and one fill for all of them."""
+    """save_entries accepts sources of any kind and dtype, and one fill function for all of them."""
     tensors = every_dtype() | {"none": torch.empty(0, 3), "w": torch.randn(300, 40)}
     entries = [saver.plain_entry(name, tensor) for name, tensor in tensors.items()]
     one = fst.ParallelSaver(num_shards=2, shard_metadata=lambda shard: {"first": shard[0].name})

@@ -1,4 +1,4 @@
-"""Tests additions of fastsafetensors 0.5: shard plans, and copiers that allow waiting for single tensors."""
+"""Tests additions of fastsafetensors 0.5: shard plans, and copiers that let callers wait for single tensors."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def entries_of(tensors: dict[str, Any]) -> list[Any]:
     return [saver.plain_entry(name, tensor) for name, tensor in tensors.items()]
 
 
-def test_plans_are_written_as_they_stand(tmp_path: Path) -> None:
-    """A plan is written as it is after manual changes, with every dtype, empty tensors and an empty shard."""
+def test_changed_plans_are_written(tmp_path: Path) -> None:
+    """A plan is written with all changes that a caller has made, with every dtype, empty tensors and an empty shard."""
     tensors = every_dtype() | {"none": torch.empty(0, 3), "w": torch.randn(300, 40)}
     paths = [str(tmp_path / f"{at}.safetensors") for at in range(3)]
     plans = saver.plan_shards(entries_of(tensors), paths, metadata={"k": "v"}, shard0_metadata={"z": "0"}, header_align=4096)
@@ -61,8 +61,8 @@ def test_plans_are_written_as_they_stand(tmp_path: Path) -> None:
     assert sizes[0] == 48000 and abs(sizes[1] - sizes[2]) < max(
         tensor.nbytes for name, tensor in tensors.items() if name != "w"
     ), "the largest tensors are placed first, each in the emptiest shard"
-    plans[1].path = str(tmp_path / "deep" / "er" / "mine.safetensors")  # folders are created
-    # A plan made entirely by hand.
+    plans[1].path = str(tmp_path / "deep" / "er" / "mine.safetensors")  # missing folders are created
+    # This plan is made entirely by hand.
     table = {"x": {"dtype": "I8", "shape": [3], "data_offsets": [0, 3]}}
     text = json.dumps(table).encode()
     header = len(text).to_bytes(8, "little") + text
@@ -95,7 +95,7 @@ def test_plans_are_written_as_they_stand(tmp_path: Path) -> None:
     assert not [path for path in tmp_path.rglob("*.tmp")]
 
 
-def test_plans_that_are_wrong_write_nothing(tmp_path: Path) -> None:
+def test_wrong_plans_write_nothing(tmp_path: Path) -> None:
     path = str(tmp_path / "x.safetensors")
     w = saver.WriteEntry("w", DType.F32, [3], 12, torch.ones(3))
     old = b"what was there before"
@@ -139,7 +139,7 @@ def test_plans_that_are_wrong_write_nothing(tmp_path: Path) -> None:
         {"entries": [saver.WriteEntry("w", DType.I32, [3], 12)]},
     ):  # fmt: skip
         refused(ValueError, "plan", lambda fields=fields: saver.write_shards(changed(**fields), never))
-    # Consistent plans that break the format: a gap before the first tensor, and bytes after the last.
+    # These consistent plans break the format: a gap before the first tensor, and bytes after the last tensor.
     hole = {"header": late, "offsets": {"w": (len(late) + 4, len(late) + 16)}, "total_bytes": len(late) + 16}
     for fields in (hole, {"total_bytes": start + 13}):
         refused(ow.FormatError, "x.safetensors", lambda fields=fields: saver.write_shards(changed(**fields), never))
@@ -166,8 +166,8 @@ def test_plans_that_are_wrong_write_nothing(tmp_path: Path) -> None:
 
 
 class Later(CopierInterface):
-    """A plug-in like those of 0.5, with byte ranges, tensors before the whole file is read, and shared ownership. It
-    records its calls."""
+    """A plug-in for version 0.5: with byte ranges, with tensors before the whole file is read, and with shared
+    ownership. It records its calls."""
 
     asked: list[Any] = []
 
@@ -249,7 +249,7 @@ def later() -> Iterator[type[Later]]:
     yield Later
 
 
-def test_a_plug_in_s_tensors_are_waited_for_one_by_one(files: list[str], later: type[Later]) -> None:
+def test_the_loader_waits_for_single_tensors_of_a_plug_in(files: list[str], later: type[Later]) -> None:
     want = ow.load_file(files[0])
     loader = BaseSafeTensorsFileLoader(None, "cpu", "later")
     assert loader.copier_class is Later is copier.copier_class_of(Later)
@@ -270,7 +270,7 @@ def test_a_plug_in_s_tensors_are_waited_for_one_by_one(files: list[str], later: 
         buffer = loader.copy_files_to_device(**named)  # type: ignore[arg-type]
         assert later.asked == ["finish"] and buffer.get_tensor("F16").dtype == (torch.float32 if named else torch.float16)
         buffer.close()
-    # A filter becomes byte ranges. After an error, submitted reads are waited for.
+    # A filter becomes byte ranges. After an error, the loader waits for reads that were submitted.
     later.asked.clear()
     loader.set_tensor_filter(lambda name: name in ("U8", "F64"))
     loader.reset()
@@ -297,7 +297,7 @@ def test_a_plug_in_s_tensors_are_waited_for_one_by_one(files: list[str], later: 
         loader.copy_files_to_device()
 
 
-def test_pipelines_ask_plug_ins_for_chunks(files: list[str], later: type[Later]) -> None:
+def test_pipelines_request_chunks_from_plug_ins(files: list[str], later: type[Later]) -> None:
     want = plain(ow.load_file(files[0]))
 
     def run(kind: str = "later", **named: Any) -> Any:
@@ -343,9 +343,9 @@ def test_pipelines_ask_plug_ins_for_chunks(files: list[str], later: type[Later])
     assert used() == 0
 
 
-def test_copiers_of_the_engine_have_the_hooks(files: list[str]) -> None:
-    """The engine's copiers support all hooks for plain and compressed files: byte ranges, chunks and waiting for single
-    tensors."""
+def test_the_engines_copiers_support_all_hooks(files: list[str]) -> None:
+    """The engine's copiers support all hooks for plain and compressed files: byte ranges, chunks, and waiting for
+    single tensors."""
     op = get_framework_op("pt")
     for path in files:
         want = plain(ow.load_file(path))
@@ -390,8 +390,8 @@ def test_copiers_of_the_engine_have_the_hooks(files: list[str]) -> None:
     assert validated_byte_ranges(meta, None) is None and validated_byte_ranges(meta, []) == []
 
 
-def test_a_tensor_is_there_before_its_batch(files: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The loader returns, and a pipeline yields, while other tensors are still being loaded."""
+def test_tensors_are_returned_before_their_batch_is_complete(files: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loader returns, and a pipeline yields tensors, while other tensors are still being loaded."""
     whole = list(ow.stream(files[0]))
     gate = threading.Event()
 
@@ -419,7 +419,7 @@ def test_a_tensor_is_there_before_its_batch(files: list[str], monkeypatch: pytes
     assert len(list(weights)) == len(whole) - 1
 
 
-def test_what_fails_on_its_way_is_raised_where_it_is_asked_for(files: list[str]) -> None:
+def test_errors_are_raised_when_the_tensor_is_requested(files: list[str]) -> None:
     damaged = bytearray(Path(files[1]).read_bytes())
     damaged[-1000] ^= 1
     Path(files[1]).write_bytes(damaged)
@@ -433,11 +433,11 @@ def test_what_fails_on_its_way_is_raised_where_it_is_asked_for(files: list[str])
                 if name.startswith("c."):
                     buffer.get_tensor(name)
         assert caught.value.source == files[1] and caught.value.tensor
-    buffer.drain()  # raises nothing
+    buffer.drain()  # drain raises no error
     buffer.close()
     with pytest.raises(ValueError, match="closed"):
         buffer.get_tensor("U8")
-    # Closing during the load frees everything.
+    # If the buffer is closed during the load, all memory is freed.
     loader.reset()
     loader.add_filenames({0: files[:1]})
     loader.copy_files_to_device(allow_inflight=True).close()
@@ -446,7 +446,7 @@ def test_what_fails_on_its_way_is_raised_where_it_is_asked_for(files: list[str])
     del caught
 
 
-def test_buffers_are_shared_until_the_last_lets_go() -> None:
+def test_buffers_are_freed_by_their_last_owner() -> None:
     op, freed = get_framework_op("pt"), []
     gbuf = op.alloc_tensor_memory(64, Device())
     ctypes.memset(gbuf.get_base_address(), 7, 64)
@@ -476,12 +476,12 @@ def test_buffers_are_shared_until_the_last_lets_go() -> None:
     assert used() == 0
 
 
-# Compared with the real package.
+# Tests with the real package.
 
 
 @pytest.mark.slow
-def test_the_real_package_says_the_same(tmp_path: Path) -> None:
-    """One program gives the same results with fastsafetensors 0.5.0 and with ours under its name."""
+def test_a_program_gives_the_same_results_with_the_real_package(tmp_path: Path) -> None:
+    """A program gives the same results with fastsafetensors 0.5.0 and with the drop-in under its name."""
     real = pytest.importorskip("fastsafetensors")
     if real.__version__ != "0.5.0":
         pytest.skip(f"fastsafetensors {real.__version__} is installed; requirements/test.txt pins 0.5.0")

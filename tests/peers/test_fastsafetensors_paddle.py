@@ -35,7 +35,7 @@ def same(tensor: Any, array: Any) -> None:
 
 
 @pytest.mark.parametrize("compress", [False, True])
-def test_tensors_are_paddle_s_and_outlive_the_buffer(arrays: dict[str, Any], tmp_path: Path, compress: bool) -> None:
+def test_paddle_tensors_outlive_the_buffer(arrays: dict[str, Any], tmp_path: Path, compress: bool) -> None:
     path = str(tmp_path / "x.safetensors")
     ow.save_file(arrays, path, compress=compress)
     with fst.fastsafe_open(path, framework="paddle") as file:

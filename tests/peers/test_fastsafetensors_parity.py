@@ -1,4 +1,4 @@
-"""Tests that overwire.compat.fastsafetensors returns the same as the real package, call by call."""
+"""Tests that each call of overwire.compat.fastsafetensors gives the same result as with the real package."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def real() -> Any:
 
 
 def answer(call: Any) -> Any:
-    """Returns a call's result, or "raised". Error texts are not compared."""
+    """Returns a call's result, or "raised" after an error. The texts of errors are not compared."""
     try:
         return plain(call())
     except Exception:
@@ -36,7 +36,7 @@ def answer(call: Any) -> Any:
 
 
 def both(real: Any, call: Any) -> Any:
-    """Asserts that a call gives the same with both packages, and returns the result."""
+    """Asserts that a call gives the same result with both packages, and returns the result."""
     theirs, ours = answer(lambda: call(real)), answer(lambda: call(fst))
     assert ours == theirs
     return ours
@@ -46,7 +46,7 @@ def part(package: Any, name: str) -> Any:
     return importlib.import_module(f"{package.__name__}.{name}")
 
 
-def test_devices_frames_and_settings_answer_alike(real: Any) -> None:
+def test_devices_frames_and_settings_equal_the_real_packages(real: Any) -> None:
     for text in ("cpu", "cuda", "cuda:1", "gpu:0", "xpu", "cuda:x", "", "cuda:"):
         both(real, lambda p, text=text: part(p, "st_types").Device.from_str(text).as_str())
     names = [one.name for one in part(real, "st_types").DType]
@@ -75,7 +75,7 @@ def test_devices_frames_and_settings_answer_alike(real: Any) -> None:
         {},
         {"max_concurrent_producers": 2},
     ]
-    known = [one.name for one in dataclasses.fields(real.LoaderConfig)]  # ours also has the fields of 0.5
+    known = [one.name for one in dataclasses.fields(real.LoaderConfig)]  # the drop-in also has the fields of 0.5
     for data in settings:
         both(real, lambda p, data=data: {name: getattr(p.LoaderConfig.from_dict(data), name) for name in known})
         both(real, lambda p, data=data: p.LoaderConfig.from_dict(data).get_extension_config("3fs"))
@@ -132,7 +132,7 @@ HEADERS = {
 
 
 @pytest.mark.parametrize("name", HEADERS)
-def test_headers_are_read_alike(real: Any, tmp_path: Path, name: str) -> None:
+def test_headers_are_read_as_by_the_real_package(real: Any, tmp_path: Path, name: str) -> None:
     path = tmp_path / "x.safetensors"
     path.write_bytes(HEADERS[name])
 
@@ -144,8 +144,8 @@ def test_headers_are_read_alike(real: Any, tmp_path: Path, name: str) -> None:
     both(real, read)
 
 
-def test_tensors_are_loaded_alike(real: Any, tmp_path: Path) -> None:
-    # The file leaves out dtypes that the real package lacks.
+def test_tensors_are_loaded_as_by_the_real_package(real: Any, tmp_path: Path) -> None:
+    # The file has only dtypes that the real package knows.
     path = str(tmp_path / "both.safetensors")
     known = {one.name for one in part(real, "st_types").DType}
     ow.save_file({name: tensor for name, tensor in every_dtype().items() if name in known}, path, {"made": "here"}, compress=False)

@@ -60,7 +60,7 @@ def threefs(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Reader]]:
     yield Reader
 
 
-def test_a_3fs_reader_brings_the_bytes(
+def test_a_3fs_reader_reads_the_bytes(
     threefs: type[Reader], files: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     want = ow.load_file(files[0])
@@ -89,7 +89,7 @@ def test_a_3fs_reader_brings_the_bytes(
     assert type(auto._loader) is threefs_loader.ThreeFSLoader and auto.config.use_pipeline
     assert plain(dict(auto.iterate_weights())) == plain(want)
     auto.close()
-    # A short read, and a file that the reader cannot read.
+    # The reader returns too few bytes, or cannot read the file.
     monkeypatch.setattr(Reader, "short", 1)
     with pytest.raises(RuntimeError, match="truncated"):
         loader.copy_files_to_device()
@@ -106,8 +106,8 @@ def test_without_the_reader_3fs_fails_when_used(files: list[str]) -> None:
         threefs_loader.ThreeFSLoader(None, "cpu")
 
 
-def test_a_copier_of_ones_own(files: list[str]) -> None:
-    """A user's copier can be registered by name and read into the framework's memory with cpp's readers."""
+def test_a_users_copier(files: list[str]) -> None:
+    """A user's copier can be registered by name, and can read into the framework's memory with cpp's readers."""
 
     class Mine(CopierInterface):
         def __init__(self, metadata: Any, device: Device, framework: Any) -> None:
@@ -150,7 +150,7 @@ def test_a_copier_of_ones_own(files: list[str]) -> None:
     assert cpp.get_cpp_metrics().bounce_buffer_bytes == 0
 
 
-def test_the_extension_s_names(tmp_path: Path) -> None:
+def test_the_names_of_the_extension(tmp_path: Path) -> None:
     assert cpp.get_alignment_size() == 4096 and cpp.init_gds() == cpp.close_gds() == cpp.set_numa_node(0) == 0
     cpp.load_library_functions()
     cpp.set_gil_release(True)
@@ -193,8 +193,8 @@ def test_the_extension_s_names(tmp_path: Path) -> None:
     cpp.cpu_free(address)
 
 
-def test_a_prefix_of_a_read_can_be_waited_for(tmp_path: Path) -> None:
-    """wait_read_prefix waits for the first bytes of a read, as in 0.5, and raises an error for bytes that never
+def test_wait_for_the_first_bytes_of_a_read(tmp_path: Path) -> None:
+    """wait_read_prefix waits for the first bytes of a read, as in 0.5. It raises an error for bytes that never
     arrive."""
     data = random.Random(3).randbytes(40 << 20)
     (tmp_path / "data").write_bytes(data)
@@ -224,7 +224,7 @@ def test_a_prefix_of_a_read_can_be_waited_for(tmp_path: Path) -> None:
     cpp.cpu_free(address)
 
 
-def test_what_later_versions_added(files: list[str]) -> None:
+def test_additions_of_later_versions(files: list[str]) -> None:
     loader, buffer = load(files)
     names = list(buffer.key_to_rank_lidx)
     for name, tensor in buffer.iter_local_tensors(iter(names)):
@@ -248,7 +248,7 @@ def test_what_later_versions_added(files: list[str]) -> None:
     ]
 
 
-def test_gds_is_asked_for_on_a_gpu_alone(files: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gds_is_requested_only_on_a_gpu(files: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """nogds=False means read="gds" on a GPU. test_gpu.py tests the result."""
     asked: list[Any] = []
     stream = ow.stream
@@ -262,9 +262,9 @@ def test_gds_is_asked_for_on_a_gpu_alone(files: list[str], monkeypatch: pytest.M
     assert asked == [None, None]
 
 
-def test_the_unified_copier_s_seams(files: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_of_the_unified_copier(files: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU that shares the CPU's memory, the copier pins anonymous memory, copies once through cpp, waits once
-    through torch, and leaves nothing pinned. Replacements record the calls here."""
+    through torch, and leaves nothing pinned. Here, replaced functions record the calls."""
     from overwire.compat.fastsafetensors import loader as loaders
     from overwire.compat.fastsafetensors.copier import unified
 
@@ -301,14 +301,14 @@ def test_the_unified_copier_s_seams(files: list[str], monkeypatch: pytest.Monkey
     with pytest.raises(RuntimeError, match="700"):
         one.submit_io(True, 1 << 30)
     assert one._pinned == [] and op.get_mem_used() == used
-    # Selected by FASTSAFETENSORS_UNIFIED_MEM or by the GPU's name.
+    # FASTSAFETENSORS_UNIFIED_MEM or the GPU's name selects the copier.
     for text, name, want in (("1", "", True), ("0", "NVIDIA GB10", False), (None, "NVIDIA GB10", True), (None, "NVIDIA H200", False)):
         monkeypatch.delenv("FASTSAFETENSORS_UNIFIED_MEM", raising=False)
         if text is not None:
             monkeypatch.setenv("FASTSAFETENSORS_UNIFIED_MEM", text)
         monkeypatch.setattr(op, "get_device_name", lambda index, name=name: name)
         assert unified.is_unified_memory_system(op) is want and unified.is_unified_memory_system() is (text == "1")
-    # The loader looks copiers up in its own module.
+    # The loader finds copiers through names in its own module.
     kinds: list[str] = []
     monkeypatch.setattr(loaders, "create_copier_constructor", lambda kind, device, **named: kinds.append(kind))
     for nogds in (True, False):
@@ -316,7 +316,7 @@ def test_the_unified_copier_s_seams(files: list[str], monkeypatch: pytest.Monkey
     assert kinds == ["nogds", "gds"]
 
 
-def test_names_and_words_that_programs_look_at(files: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_and_messages_that_programs_use(files: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     from overwire.compat.fastsafetensors import auto_loader, common
 
     for text, words in (("xpu", "Unknown device type: xpu"), ("cuda:x", "Invalid index: x")):
@@ -364,9 +364,9 @@ def test_names_and_words_that_programs_look_at(files: list[str], monkeypatch: py
     assert "overwire" in fst.__version__
 
 
-def test_a_header_s_leniency_stays_here(tmp_path: Path) -> None:
-    """The metadata class accepts trailing bytes and metadata that is not text, as the original does. Loading enforces
-    the format's rules."""
+def test_only_the_metadata_class_is_lenient(tmp_path: Path) -> None:
+    """The metadata class accepts trailing bytes and metadata that is not text, like the original. Loading applies the
+    rules of the format."""
     head = json.dumps({"a": {"dtype": "U8", "shape": [2], "data_offsets": [0, 2]}, "__metadata__": {"x": 3}}).encode()
     path = tmp_path / "x.safetensors"
     path.write_bytes(len(head).to_bytes(8, "little") + head + b"1234")
@@ -395,7 +395,7 @@ def test_capsules_of_addresses() -> None:
     assert wrapped.view(DType.F8_E4M3).get_raw().dtype == torch.float8_e4m3fn
 
 
-def test_headers_come_from_memory_and_in_short_reads(files: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_headers_from_memory_and_short_reads(files: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     op = get_framework_op("pt")
     whole = fst.SafeTensorsMetadata.from_file(files[0], op)
     data = Path(files[0]).read_bytes()
@@ -413,7 +413,7 @@ def test_headers_come_from_memory_and_in_short_reads(files: list[str], monkeypat
         fst.SafeTensorsMetadata.from_file(files[0], op)
 
 
-def test_there_is_one_set_of_classes_under_both_names(script: Any) -> None:
+def test_both_names_have_the_same_classes(script: Any) -> None:
     done = script(
         "import sys, overwire.compat; overwire.compat.install('fastsafetensors'); import fastsafetensors\n"
         "print('torch' in sys.modules)\n"
@@ -431,7 +431,7 @@ def test_there_is_one_set_of_classes_under_both_names(script: Any) -> None:
     assert done.stdout.split() == ["False", *["True"] * 5, "fastsafetensors.nothing"]
 
 
-def test_importing_it_imports_no_torch(script: Any) -> None:
+def test_the_import_does_not_import_torch(script: Any) -> None:
     done = script(
         "import sys, overwire.compat.fastsafetensors as f; print('torch' in sys.modules, 'numpy' in sys.modules, f.SingleGroup().size())"
     )

@@ -40,7 +40,7 @@ def real() -> Any:
     return package
 
 
-# Differences from the released package, with reasons: modules, names, members, parameters.
+# Differences from the released package and their reasons: modules, names, members, parameters.
 _ENGINE = "the engine decides how files are read"
 _WINDOWS = "only for Windows"
 _WORDS = "only a log line or its own timing"
@@ -128,7 +128,7 @@ def test_every_name_and_parameter(real: Any) -> None:
     assert compared > 150
 
 
-def test_only_the_adapter_brings_torch_in() -> None:
+def test_only_the_adapter_imports_torch() -> None:
     """Only frameworks._torch imports torch when modules of the package are imported."""
     package = Path(fst.__file__).parent
     for path in package.rglob("*.py"):
@@ -148,9 +148,9 @@ def test_only_the_adapter_brings_torch_in() -> None:
     assert adapter.get_framework_op() is get_framework_op("pt") and adapter.fst_dtype(torch.int8).name == "I8"
 
 
-def test_unified_memory_is_the_framework_s_to_tell(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether memory is unified depends on the name of GPU 0 in the given framework. The variable overrides that, and
-    the loader passes its framework."""
+def test_the_framework_tells_whether_memory_is_unified(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The name of GPU 0 in the given framework decides whether memory is unified. A variable overrides this. The loader
+    passes its framework."""
     monkeypatch.delenv("FASTSAFETENSORS_UNIFIED_MEM", raising=False)
     gpu = mock.Mock(spec_set=["get_device_name"])
     for name, want in (("NVIDIA GB10", True), ("NVIDIA H200", False), ("", False)):
@@ -174,7 +174,7 @@ def test_unified_memory_is_the_framework_s_to_tell(monkeypatch: pytest.MonkeyPat
     assert kinds == ["unified", "gds", "nogds"] and asked == [get_framework_op("pt")]
 
 
-def test_what_auto_loader_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_auto_loader_passes_nogds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """AutoLoader passes nogds with and without a configured copier, and refuses unknown loaders."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("FASTSAFETENSORS_CONFIG", raising=False)
@@ -215,7 +215,7 @@ def test_pipelines_of_one(real: Any) -> None:
 @pytest.mark.imports_torch
 def test_pairs_over_two_ranks(real: Any, tmp_path: Path) -> None:
     """F4 tensors on two ranks behave as in the real package: shapes as in the file, blocks of elements, whole and
-    joined tensors. See fastsafetensors_pairs.py."""
+    joined tensors. fastsafetensors_pairs.py has the cases."""
 
     def pairs(*shape: int) -> Any:
         return torch.randint(0, 255, shape, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
@@ -236,14 +236,14 @@ def test_pairs_over_two_ranks(real: Any, tmp_path: Path) -> None:
 
 
 def test_a_3fs_reader_on_a_gpu_fills_host_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A reader that writes from the CPU gets memory that the CPU can write, even if the tensors go to a GPU.
-    Inaccessible pages simulate GPU memory here."""
+    """A reader that writes from the CPU gets memory to which the CPU can write, even if the tensors go to a GPU. Here,
+    inaccessible pages simulate GPU memory."""
     want = {"a": torch.arange(300_000), "b": torch.randn(70_000)}
     path = str(tmp_path / "x.safetensors")
     ow.save_file(want, path, compress=False)
     length = sum(t.nbytes for t in want.values())
     page = mmap.PAGESIZE
-    pages = mmap.mmap(-1, -(-length // page) * page, prot=0)  # any CPU access is a SIGSEGV
+    pages = mmap.mmap(-1, -(-length // page) * page, prot=0)  # any access by the CPU is a SIGSEGV
     shadow = (ctypes.c_ubyte * length)()
     libc = ctypes.CDLL(None)
     libc.mmap.restype = ctypes.c_void_p
@@ -280,7 +280,7 @@ def test_a_3fs_reader_on_a_gpu_fills_host_memory(tmp_path: Path, monkeypatch: py
     used = op.get_mem_used()
     gbuf = one.submit_io(False, 16 << 30)
     assert len(pieces) == -(-length // (1 << 20)) and sum(size for _, size in pieces) == length
-    assert calls == ["copy", "wait"] * len(pieces)  # the staging buffer is reused once the GPU has the data
+    assert calls == ["copy", "wait"] * len(pieces)  # the staging buffer is reused when the GPU has the data
     there = cpp.gds_device_buffer(ctypes.addressof(shadow), length, False)
     got = {name: tensor.get_raw() for name, tensor in meta.get_tensors(there, Device(), meta.header_length).items()}
     assert plain(got) == plain(want)

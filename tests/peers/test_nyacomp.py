@@ -1,5 +1,5 @@
-"""Tests nyacomp's functions under their own names: manifests, bundles in its layout and in ours, checkpoints, and
-variables."""
+"""Tests nyacomp's functions under their own names: manifests, bundles in nyacomp's and overwire's layout, checkpoints,
+and variables."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from torch import nn
 # -- names
 
 
-def test_every_name_takes_nyacomps_arguments() -> None:
+def test_every_name_accepts_nyacomps_arguments() -> None:
     wanted = {
         nyacomp: "compress(model path) compress_pickle(obj path algo) load_compressed(path) load_compressed_pickle(path) "
         "merge_tensors(tensors maxsize) iterative_merge_tensors(tensors) split_tensors(tensors info) split_into_bins(group n_splits) "
@@ -73,7 +73,7 @@ def test_small_helpers(caplog) -> None:
 
 @pytest.mark.slow
 def test_the_bytes_of_a_large_tensor() -> None:
-    """All bytes of a tensor larger than 2^32 bytes are returned."""
+    """tensor_bytes returns all bytes of a tensor that is larger than 2^32 bytes."""
     size = (4 << 30) + 5
     tensor = torch.zeros(size, dtype=torch.uint8)
     tensor[-5:] = torch.arange(5)
@@ -96,7 +96,7 @@ def test_compress_parameter(tmp_path: Path, monkeypatch) -> None:
     meta, size, stored = nyacomp.compress_parameter(noise, Path("nya/1.gz"), 2)
     assert meta["filename"] == "nya/1.raw" and size == stored == 3000 and not Path("nya/1.gz").exists()
     assert Path("nya/1.raw").read_bytes() == noise.numpy().tobytes()
-    # A stale file in either form is never used instead of the new one.
+    # A stale file of either form is never used instead of the new file.
     meta, _, _ = nyacomp.compress_parameter(weights * 2, Path("nya/1.gz"))
     assert meta["filename"] == "nya/1.gz" and not Path("nya/1.raw").exists()
     same(_nyacomp.decompress("nya/1.gz", [500, 40], "bfloat16"), weights * 2)
@@ -109,7 +109,7 @@ def test_compress_parameter(tmp_path: Path, monkeypatch) -> None:
 
 
 class Pipeline:
-    """Looks like a diffusers pipeline to nyacomp, because its config names parts."""
+    """An object that looks like a diffusers pipeline to nyacomp, because its config names parts."""
 
     def __init__(self) -> None:
         torch.manual_seed(6)
@@ -133,9 +133,9 @@ class Step:
     tensors: list[torch.Tensor]
 
 
-def test_the_readme_s_verbs(tmp_path: Path, monkeypatch) -> None:
-    """compress_pickle takes any Python object with tensors, and compress takes pipelines, modules and state dicts. The
-    files are where nyacomp's README says, and the caller's object does not change."""
+def test_the_functions_of_the_readme(tmp_path: Path, monkeypatch) -> None:
+    """compress_pickle accepts any Python object with tensors, and compress accepts pipelines, modules and state dicts.
+    The files are where nyacomp's README says. The caller's object does not change."""
     monkeypatch.chdir(tmp_path)
     Path("model").mkdir()
     pipe, checker = Pipeline(), nn.Linear(32, 2)
@@ -158,8 +158,8 @@ def test_the_readme_s_verbs(tmp_path: Path, monkeypatch) -> None:
 
 
 def test_manifests_are_written_once_and_before_the_pickle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each manifest is written once per folder, before the pickle that needs it. If one cannot be written, the old
-    object stays."""
+    """Each manifest is written once per folder, before the pickle that needs it. If a manifest cannot be written, the
+    old object stays."""
     path = tmp_path / "line\nbreak" / "x.pkl"
     path.parent.mkdir()
     with monkeypatch.context() as patch:
@@ -172,13 +172,13 @@ def test_manifests_are_written_once_and_before_the_pickle(tmp_path: Path, monkey
             for name in ("meta.csv", "metadata.pkl", "merged_tensors.csv")
             for folder in (path.parent, path.parent / "nya")
         )
-    monkeypatch.setenv("DOWNLOAD", "1")  # now names include the folder, which contains a line break
+    monkeypatch.setenv("DOWNLOAD", "1")  # names now include the folder, which contains a line break
     with pytest.raises(ow.ArgumentError, match="line break"):
         nyacomp.compress_pickle({"b": torch.arange(9)}, path)
     assert list(ow.load_compressed_pickle(path)) == ["a"]
 
 
-def test_every_dtype_through_the_files(tmp_path: Path) -> None:
+def test_every_dtype_in_files(tmp_path: Path) -> None:
     tensors = [
         *every_dtype().values(), torch.randn(3, dtype=torch.complex128), torch.tensor(True), torch.empty(2, 0),
         torch.tensor(1.5),
@@ -191,7 +191,7 @@ def test_every_dtype_through_the_files(tmp_path: Path) -> None:
             same(got, tensor)
 
 
-def test_manifests_stand_in_both_places(tmp_path: Path) -> None:
+def test_manifests_are_in_both_folders(tmp_path: Path) -> None:
     path = tmp_path / "model" / "x.pkl"
     path.parent.mkdir()
     nyacomp.compress_pickle({"a": torch.randn(400, 30).half(), "b": torch.arange(999)}, path)
@@ -203,7 +203,7 @@ def test_manifests_stand_in_both_places(tmp_path: Path) -> None:
     assert (path.parent / "merged_tensors.csv").read_text() == "0,1"
     rows, bins = manifests.read_metadata(path)
     assert bins == [[0]] and rows == [{**manifest.rows[0]._asdict(), "shape": [size]}]
-    (path.parent / "nya/metadata.pkl").unlink()  # either location is enough
+    (path.parent / "nya/metadata.pkl").unlink()  # either file is enough
     (path.parent / "nya/meta.csv").unlink()
     files, bins = nyacomp.get_args(path)
     assert len(files) == 1 and len(bins) == settings.num_threads()
@@ -251,7 +251,7 @@ def test_hostile_and_broken_manifests(tmp_path: Path) -> None:
 
 
 def _write_layout(folder: Path, tensors: list[torch.Tensor], monkeypatch, anchored: bool = False) -> None:
-    """Writes tensor files and manifests in nyacomp's layout, relative to folder's parent."""
+    """Writes tensor files and manifests in nyacomp's layout, with names relative to folder's parent."""
     monkeypatch.chdir(folder.parent)
     (folder / "nya").mkdir(parents=True, exist_ok=True)
     merged, info = nyacomp.merge_tensors(tensors, 80_000)
@@ -324,7 +324,7 @@ def test_modules_in_nyacomps_layout(tmp_path: Path, monkeypatch) -> None:
     assert all(isinstance(param, nn.Parameter) for param in got.parameters())
     for name, tensor in got.state_dict().items():
         same(tensor, state[name])
-    # One parameter more or fewer than there are tensors raises an error, instead of shifting the tensors.
+    # If there is one parameter more or fewer than tensors, an error is raised, and no tensor gets a wrong parameter.
     torch.save(module[0], tmp_path / "m/boneless_model.pth")
     with pytest.raises(ow.FormatError, match="empty parameters"):
         nyacomp.load_compressed("m/boneless_model.pth")
@@ -348,7 +348,7 @@ def test_files_that_only_nvcomp_reads_are_refused(tmp_path: Path, monkeypatch, s
     (tmp_path / "nya/0.gz").write_bytes(b"nonsense" * 99)
     with pytest.raises(ow.FormatError):
         nyacomp.load_compressed_pickle(tmp_path / "x.pkl")
-    # Runs the recompress command on a bundle that it can read.
+    # Runs the recompress command on a bundle that overwire can read.
     weights = torch.randn(512)
     row, _, _ = nyacomp.compress_parameter(weights.view(1, 512), tmp_path / "nya/0.gz")
     nyacomp.to_csv([row], [[0]], tmp_path / "nya/meta.csv")
@@ -360,7 +360,7 @@ def test_files_that_only_nvcomp_reads_are_refused(tmp_path: Path, monkeypatch, s
 
 
 def _nvcomp_file(data: bytes, seed: int) -> bytes:
-    """Builds a file in nvCOMP 3's layout, with chunks in the order in which its blocks finished."""
+    """Builds a file in the layout of nvCOMP 3, with chunks in the order in which its blocks have finished."""
     chunk, draw = 65536, random.Random(seed)
     stored = [bytes(ow.codecs.encode(data[at : at + chunk], "GDeflate", bitstream="raw")) for at in range(0, len(data), chunk)]
     order = draw.sample(range(len(stored)), len(stored))
@@ -376,9 +376,10 @@ def _nvcomp_file(data: bytes, seed: int) -> bytes:
     return bytes(head) + tables + sums + payload
 
 
-def test_files_of_nyacomps_own(tmp_path: Path, caplog) -> None:
+def test_gdeflate_files_of_nyacomp(tmp_path: Path, caplog) -> None:
     """GDeflate in nvCOMP's container is decoded, with a warning that its checksums were not compared. Damage to a
-    chunk, tables or sizes raises a typed error. `recompress` makes a bundle from it without nyacomp or a GPU."""
+    chunk, to tables or to sizes raises a typed error. `recompress` makes a bundle from the files without nyacomp or a
+    GPU."""
     seed = random.randrange(1 << 30)
     print("seed", seed)
     torch.manual_seed(seed)
@@ -420,7 +421,7 @@ def test_files_of_nyacomps_own(tmp_path: Path, caplog) -> None:
         _nyacomp.decompress_from_meta(tmp_path / "nya/meta.csv")
 
 
-def test_the_callers_model_stays_unless_it_is_asked_to_go(tmp_path: Path) -> None:
+def test_only_empty_removes_the_callers_weights(tmp_path: Path) -> None:
     module = nn.Linear(30, 30)
     nyacomp.compress(module, tmp_path / "m.pth")
     assert module.weight.shape == (30, 30)
@@ -440,7 +441,7 @@ def test_uncompressed_bundles(tmp_path: Path, monkeypatch) -> None:
 # -- downloads; file:// stands for every scheme that the engine supports
 
 
-def test_download_takes_the_tensors_from_host(tmp_path: Path, monkeypatch) -> None:
+def test_downloads_from_host(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("DOWNLOAD", "1")
     monkeypatch.setenv("HOST", f"file://{tmp_path}/bucket/")
@@ -454,7 +455,7 @@ def test_download_takes_the_tensors_from_host(tmp_path: Path, monkeypatch) -> No
     same(nyacomp.load_compressed_pickle("model/x.pkl")["w"], obj["w"])
     job = ow.preload(f"file://{tmp_path}/bucket/model/nya/meta.csv")
     assert job.uris == [f"{tmp_path}/bucket/model/nya/x.safetensors"]
-    monkeypatch.setenv("DOWNLOAD", "0")  # "0" turns it off
+    monkeypatch.setenv("DOWNLOAD", "0")  # "0" turns downloads off
     with pytest.raises(ow.NotFoundError):
         nyacomp.load_compressed_pickle("model/x.pkl")
     with pytest.raises(ow.NotSupportedError, match="ftp"):
@@ -464,7 +465,7 @@ def test_download_takes_the_tensors_from_host(tmp_path: Path, monkeypatch) -> No
 # -- variables
 
 
-def test_bad_values_are_warnings(monkeypatch, caplog) -> None:
+def test_invalid_values_cause_warnings(monkeypatch, caplog) -> None:
     monkeypatch.setenv("DOWNLOAD", "perhaps")
     monkeypatch.setenv("CHUNK_SIZE", "1MB")
     monkeypatch.setenv("NUM_STREAMS", "-3")
@@ -491,9 +492,9 @@ VARIABLES = (
 ).split()
 
 
-def test_no_variable_ends_the_import_or_is_set(tmp_path: Path, script) -> None:
-    """With nonsense or a number in every variable that nyacomp, its extension and remotefile read or set, the import
-    succeeds, sets no variable and writes nothing. docs/nyacomp.md names each variable."""
+def test_no_variable_affects_the_import(tmp_path: Path, script) -> None:
+    """If every variable that nyacomp, its extension and remotefile read or set has nonsense or a number, the import
+    works, sets no variable and writes nothing. docs/nyacomp.md names each variable."""
     source = """
 import os, sys
 before = dict(os.environ)
@@ -517,7 +518,7 @@ for name in ("jax", "flax", "accelerate", "wandb"):
     assert not [name for name in VARIABLES if not re.search(rf"\b{name}\b", page)]
 
 
-def test_preloads_begin_as_nyacomps(tmp_path: Path, monkeypatch) -> None:
+def test_preloads_start_as_in_nyacomp(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("PRELOAD_PATH", "NO_PRELOAD", "LOAD_UNCOMPRESSED"):
         monkeypatch.delenv(name, raising=False)
@@ -539,7 +540,7 @@ def test_preloads_begin_as_nyacomps(tmp_path: Path, monkeypatch) -> None:
     same(nyacomp.get_tensors(tmp_path / "y.pkl")[0], torch.arange(5))  # another bundle's path is used
 
 
-def test_annotate_is_that_of_nvtx() -> None:
+def test_annotate_works_like_nvtxs() -> None:
     """annotate works as a context manager and a decorator, with a positional or named message, even without nvtx."""
     with nyacomp.annotate(message="a"), nyacomp.annotate("b"):
         assert nyacomp.annotate("c")(lambda: 7)() == 7

@@ -1,4 +1,4 @@
-"""Tests `_nyacomp`, nyacomp's extension, which stores tensors by their bytes and loads in the background."""
+"""Tests `_nyacomp`, nyacomp's extension. It stores tensors by their bytes and loads them in the background."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from overwire.compat.nyacomp import _nyacomp, tensor_bytes
 
 
 def _write(folder: Path, tensors: list[torch.Tensor], bins: str = "0") -> Path:
-    """Writes files and a meta.csv as nyacomp does through `_nyacomp`."""
+    """Writes files and a meta.csv through `_nyacomp`, like nyacomp."""
     lines = [bins]
     folder.mkdir(parents=True, exist_ok=True)
     for at, tensor in enumerate(tensors):
@@ -47,10 +47,10 @@ def _some() -> list[torch.Tensor]:
     ]
 
 
-def test_bytes_come_back_and_shrink_whatever_they_are(tmp_path: Path) -> None:
+def test_compressed_bytes_are_smaller_and_restored(tmp_path: Path) -> None:
     torch.manual_seed(1)
     weights = torch.randn(300_000) * 0.02
-    # For one tensor of 300,000 values. nyacomp itself reaches 0.79, 0.92 and 0.93.
+    # The largest ratios for one tensor of 300,000 values. nyacomp itself reaches 0.79, 0.92 and 0.93.
     wanted = {torch.bfloat16: 0.68, torch.float16: 0.86, torch.float32: 0.84, torch.float64: 1.01}
     for algo, (dtype, most) in enumerate(wanted.items()):
         tensor = weights.to(dtype)
@@ -62,12 +62,12 @@ def test_bytes_come_back_and_shrink_whatever_they_are(tmp_path: Path) -> None:
     assert _nyacomp.compress(tensor_bytes(held), str(tmp_path / "x.gz")) < 0.4 * held.nbytes
 
 
-def test_bytes_that_mean_nothing(tmp_path: Path, seed: int) -> None:
+def test_random_bytes_are_restored(tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
     for size in (0, 1, 2, 3, 7, 8, 1000, 1_200_001):
         data = rng.randbytes(size)
         stored = _nyacomp.compress(bytearray(data) if size % 2 else data, tmp_path / "x.gz")
-        assert stored >= size  # the caller then stores the original bytes
+        assert stored >= size  # callers then store the original bytes
         assert tensor_bytes(_nyacomp.decompress(tmp_path / "x.gz", [size], "uint8")) == data
     with pytest.raises(ow.ArgumentError):
         _nyacomp.compress(b"", tmp_path / "x.gz", 3)
@@ -80,7 +80,7 @@ def test_any_number_of_bins(tmp_path: Path, bins: str) -> None:
     csv = _write(tmp_path / "nya", _some(), bins)
     for got, tensor in zip(_nyacomp.decompress_from_meta(str(csv)), _some(), strict=True):
         same(got, tensor)
-        got.zero_()  # writable and not shared
+        got.zero_()  # the tensor is writable and not shared
     files = [_nyacomp.CompressedFile(str(tmp_path / "nya/0.gz"), [900, 80], "bfloat16", 144000, 1)]
     assert "0.gz" in repr(files[0]) and not files[0].raw
     same(_nyacomp.batch_decompress(files, [[], [0], []])[0], _some()[0])
@@ -90,12 +90,12 @@ def test_any_number_of_bins(tmp_path: Path, bins: str) -> None:
             _nyacomp.batch_decompress(files, wrong)
 
 
-def test_results_are_of_one_storage_each(tmp_path: Path) -> None:
+def test_each_result_has_its_own_storage(tmp_path: Path) -> None:
     got = _nyacomp.decompress_from_meta(_write(tmp_path, _some()))
     assert [t.untyped_storage().nbytes() for t in got] == [t.nbytes for t in _some()]
 
 
-def test_files_that_were_renamed_copied_or_gathered(tmp_path: Path) -> None:
+def test_renamed_and_copied_files(tmp_path: Path) -> None:
     csv = _write(tmp_path / "a folder", _some())
     shutil.copy(tmp_path / "a folder/0.gz", tmp_path / "copy.gz")
     names = [str(tmp_path / "copy.gz"), str(tmp_path / "a folder/0.gz")]
@@ -116,7 +116,7 @@ def test_files_that_were_renamed_copied_or_gathered(tmp_path: Path) -> None:
 
 
 def test_damage_is_refused(tmp_path: Path, seed: int) -> None:
-    """Damage anywhere is refused, except in padding at the end, which no tensor uses."""
+    """Damage anywhere is refused, except in the padding at the end, because no tensor uses it."""
     rng = random.Random(seed)
     csv = _write(tmp_path, _some())
     good = (tmp_path / "0.gz").read_bytes()
@@ -160,7 +160,7 @@ def test_damage_is_refused(tmp_path: Path, seed: int) -> None:
 # -- loads in the background
 
 
-def test_get_can_be_called_again_and_by_many(tmp_path: Path) -> None:
+def test_get_can_be_called_several_times_and_by_threads(tmp_path: Path) -> None:
     csv = _write(tmp_path, _some())
     decompressor = _nyacomp.AsyncDecompressor(str(csv))
     found: list[list[torch.Tensor]] = []
@@ -175,7 +175,7 @@ def test_get_can_be_called_again_and_by_many(tmp_path: Path) -> None:
         same(got, tensor)
 
 
-def test_it_loads_before_it_is_asked(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_decompressor_loads_in_advance(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("DEBUG", "overwire")
     csv = _write(tmp_path, [torch.randn(300, 300).half(), torch.randn(50000).bfloat16()])
     wanted = _nyacomp.decompress_from_meta(csv)
@@ -184,7 +184,7 @@ def test_it_loads_before_it_is_asked(tmp_path: Path, caplog: pytest.LogCaptureFi
     for got, tensor in zip(decompressor.get(), wanted, strict=True):
         same(got, tensor)
     assert "joins its preload" in caplog.text
-    # Files that were rewritten in the meantime are read again, so no load returns the old bytes.
+    # Files that were rewritten after the preload are read again, so a load never returns the old bytes.
     decompressor = _nyacomp.AsyncDecompressor(csv)
     assert decompressor._preload is not None and decompressor._preload.wait(60)
     for at in (0, 1):
@@ -198,7 +198,7 @@ def test_it_loads_before_it_is_asked(tmp_path: Path, caplog: pytest.LogCaptureFi
         decompressor.get()
 
 
-def test_errors_show_at_get_and_a_second_get_tries_again(tmp_path: Path) -> None:
+def test_get_raises_errors_and_a_second_get_tries_again(tmp_path: Path) -> None:
     decompressor = _nyacomp.AsyncDecompressor(tmp_path / "meta.csv")
     for _ in range(2):
         with pytest.raises(ow.NotFoundError, match="meta.csv"):
@@ -207,7 +207,7 @@ def test_errors_show_at_get_and_a_second_get_tries_again(tmp_path: Path) -> None
     same(decompressor.get()[2], _some()[2])
 
 
-def test_long_calls_release_the_lock(tmp_path: Path) -> None:
+def test_long_calls_release_the_gil(tmp_path: Path) -> None:
     """Other Python threads run while tensors are compressed, decompressed or waited for."""
     torch.manual_seed(2)
     tensor = torch.randn(12 << 20).bfloat16()
@@ -238,7 +238,7 @@ def test_long_calls_release_the_lock(tmp_path: Path) -> None:
     try:
         for name, call in calls.items():
             counted: list[int] = []
-            while len(counted) < 20 and max(counted, default=0) < 5:  # a busy machine may pause any thread for a while
+            while len(counted) < 20 and max(counted, default=0) < 5:  # a busy machine may pause any thread
                 before = ticks[0]
                 call()
                 counted.append(ticks[0] - before)
@@ -249,7 +249,7 @@ def test_long_calls_release_the_lock(tmp_path: Path) -> None:
 
 
 def test_import_without_torch_gpu_or_csv(tmp_path: Path, script) -> None:
-    """The import succeeds without torch, without a GPU and with a PRELOAD_PATH that names a missing csv. Only the load
+    """The import works without torch, without a GPU, and with a PRELOAD_PATH that names a missing csv. Only the load
     reports what is missing."""
     path = os.pathsep.join(filter(None, [_folder("nyacomp"), os.environ.get("PYTHONPATH", "")]))
     source = """

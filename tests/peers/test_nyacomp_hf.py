@@ -1,4 +1,4 @@
-"""Tests checkpoints with one file per tensor, and the toggles with the real diffusers and transformers and tiny random
+"""Tests checkpoints with one file per tensor, and the toggles with the real diffusers and transformers and small random
 weights."""
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def test_a_state_dict_in_files(tmp_path: Path, name: str, monkeypatch) -> None:
         hf.good_load(tmp_path / "other.bin")
 
 
-def test_a_checkpoint_with_a_meta_is_refused(tmp_path: Path) -> None:
+def test_a_checkpoint_with_an_entry_meta_is_refused(tmp_path: Path) -> None:
     """A checkpoint with an entry named 'meta' is refused, because the layout uses that name."""
     for value in (torch.ones(9999), {"epoch": 3}):
         torch.save({"meta": value, "w": torch.ones(9999)}, tmp_path / "x.bin")
@@ -65,9 +65,9 @@ def test_a_checkpoint_with_a_meta_is_refused(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["x.bin"]
 
 
-def test_what_is_no_list_of_tensors_is_refused(tmp_path: Path) -> None:
-    """A list that torch cannot read, or with rows that are not sizes, raises FormatError with its name. A pipe in its
-    place does not block."""
+def test_a_malformed_list_of_tensors_is_refused(tmp_path: Path) -> None:
+    """A list that torch cannot read, or with rows that are not sizes, raises FormatError with its name. A pipe instead
+    of the list does not block."""
     path, boneless = tmp_path / "x.bin", tmp_path / "nya/boneless_x.bin"
     torch.save({"w": torch.arange(40_000) % 3}, path)
     hf.compress_state_dict(path)
@@ -89,7 +89,7 @@ def test_what_is_no_list_of_tensors_is_refused(tmp_path: Path) -> None:
 
 
 def test_two_checkpoints_of_one_folder_never_share_a_tensor(tmp_path: Path) -> None:
-    """If another checkpoint has replaced a key's file, loading raises CorruptError. Equal tensors share a file."""
+    """If another checkpoint has replaced the file of a key, loading raises CorruptError. Equal tensors share a file."""
     state = _state()
     first, second = tmp_path / "pytorch_model.bin", tmp_path / "pytorch_model.fp16.bin"
     torch.save(state, first)
@@ -104,8 +104,8 @@ def test_two_checkpoints_of_one_folder_never_share_a_tensor(tmp_path: Path) -> N
         hf.good_load(first)
 
 
-def test_files_without_digests_are_read_as_before(tmp_path: Path) -> None:
-    """Files of an earlier version, which have no digests, load."""
+def test_files_without_digests_are_read(tmp_path: Path) -> None:
+    """Files of an earlier version, which have no digests, can be loaded."""
     state, path = _state(), tmp_path / "x.bin"
     torch.save(state, path)
     hf.compress_state_dict(path)
@@ -118,8 +118,9 @@ def test_files_without_digests_are_read_as_before(tmp_path: Path) -> None:
     same(hf.good_load(path)["big.weight"], state["big.weight"])
 
 
-def test_a_toggle_leaves_what_another_tool_has_put_around_it(tmp_path: Path) -> None:
-    """A removed toggle has no effect inside another tool's wrapper, which stays."""
+def test_a_toggle_keeps_another_tools_wrapper(tmp_path: Path) -> None:
+    """If a toggle is removed while another tool's wrapper is around it, it has no effect any more, and the wrapper
+    stays."""
     path = tmp_path / "x.bin"
     torch.save(_state(), path)
     hf.compress_state_dict(path)
@@ -163,8 +164,9 @@ def _older(path: Path) -> None:
     os.utime(hf._boneless(path))
 
 
-def test_a_checkpoint_that_comes_with_an_older_time_counts(tmp_path: Path) -> None:
-    """A checkpoint that replaces another but has an older time (cp -p) is loaded instead of the compressed form."""
+def test_a_replaced_checkpoint_with_an_older_time_is_loaded(tmp_path: Path) -> None:
+    """If a checkpoint was replaced by one with an older time (cp -p), the new checkpoint is loaded, not the compressed
+    form."""
     path, other = tmp_path / "x.pth", tmp_path / "other"
     torch.save(_state(), path)
     hf.compress_state_dict(path)
@@ -173,15 +175,15 @@ def test_a_checkpoint_that_comes_with_an_older_time_counts(tmp_path: Path) -> No
     torch.save(_state(), other)
     other.replace(path)
     os.utime(path, (0, 0))
-    while path.stat().st_ctime_ns == before:  # files within one tick of the kernel's clock have the same time
+    while path.stat().st_ctime_ns == before:  # within one tick of the kernel's clock, files get the same time
         os.utime(path, (0, 0))
     assert not hf._fresh(path)
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "x.pth", "model.safetensors"])
-def test_a_toggle_takes_every_kind_of_checkpoint(tmp_path: Path, name: str) -> None:
+def test_a_toggle_loads_every_kind_of_checkpoint(tmp_path: Path, name: str) -> None:
     """`toggle_patch` makes a module's `load_state_dict` load the output of compress_state_dict for .bin, .pth and
-    safetensors, and anything else as before. A second call removes it."""
+    safetensors files. Other files are loaded as before. A second call removes the toggle."""
     state, path = _state(), tmp_path / name
     save = safetensors.torch.save_file if name.endswith(".safetensors") else torch.save
     save(state, path)
@@ -255,7 +257,7 @@ def test_toggles(tmp_path: Path, safe: bool) -> None:
         if safe:
             file = file.replace("pytorch_model.bin", "model.safetensors" if "diffusion" not in file else "pytorch_model.safetensors")
         hf.compress_state_dict(folder / file, 1000)
-        # The checkpoint is all zeros now, so only the toggle can find the weights.
+        # The checkpoint has only zeros now, so only the toggle can find the weights.
         held = ow.load_file(folder / file) if safe else torch.load(folder / file)
         zeros = {key: torch.zeros_like(value) for key, value in held.items()}
         ow.save_file(zeros, folder / file, {"format": "pt"}, compress=False) if safe else torch.save(zeros, folder / file)
@@ -269,7 +271,7 @@ def test_toggles(tmp_path: Path, safe: bool) -> None:
             got = load()
             for key, tensor in model.state_dict().items():
                 same(got[key], tensor)
-            os.utime(folder / file)  # a newer checkpoint is used
+            os.utime(folder / file)  # the checkpoint is newer now, so it is used
             assert not any(value.any() for key, value in load().items() if key in zeros)
             _older(folder / file)
         finally:

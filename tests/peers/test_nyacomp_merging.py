@@ -1,4 +1,4 @@
-"""Tests that merging tensors and partitioning them over threads is at least as good as in nyacomp."""
+"""Tests that tensors are merged and distributed over threads at least as well as in nyacomp."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _tensors(rng: random.Random, count: int) -> list[torch.Tensor]:
     return made
 
 
-def test_merged_and_split_again(seed: int) -> None:
+def test_tensors_are_merged_and_split(seed: int) -> None:
     rng = random.Random(seed)
     for count in (0, 1, 2, 30, 200):
         tensors = _tensors(rng, count)
@@ -42,11 +42,11 @@ def test_merged_and_split_again(seed: int) -> None:
                 same(a, b)
 
 
-def test_splitting_follows_nyacomps_rule() -> None:
+def test_splitting_works_as_in_nyacomp() -> None:
     assert nyacomp.split_into_bins(list(range(7)), 3) == [[0, 1, 2], [3, 4], [5, 6]]
     assert nyacomp.split_into_bins([1, 2], 4) == [[1], [2], [], []]
     tensors = [torch.zeros(10) for _ in range(7)]  # 40 bytes each
-    _, info = nyacomp.merge_tensors(tensors, 100)  # 280 / 100: 3 stacks
+    _, info = nyacomp.merge_tensors(tensors, 100)  # 280 / 100 gives 3 stacks
     assert info == "0,1,2\n3,4\n5,6"
     _, info = nyacomp.merge_tensors(tensors, 1)  # a stack has at least one tensor
     assert info == "\n".join(map(str, range(7)))
@@ -69,7 +69,7 @@ def test_splitting_follows_nyacomps_rule() -> None:
 
 
 def _multifit(sizes: list[int], bins: int, k: int = 20) -> int:
-    """Returns the makespan of MULTIFIT as nyacomp implements it."""
+    """Returns the makespan of nyacomp's MULTIFIT."""
 
     def first_fit(capacity: float) -> list[int]:
         loads: list[int] = []
@@ -95,7 +95,7 @@ def _multifit(sizes: list[int], bins: int, k: int = 20) -> int:
     return max(first_fit(high))
 
 
-def test_makespan_is_never_above_multifits(seed: int) -> None:
+def test_the_makespan_is_at_most_multifits(seed: int) -> None:
     rng = random.Random(seed)
     for _ in range(300):
         count, bins = rng.randrange(1, 120), rng.randrange(1, 40)
@@ -123,7 +123,7 @@ def _llama(layers: int, hidden: int, ffn: int, kv: int, vocab: int) -> list[tupl
 
 
 def _unet() -> list[tuple[int, ...]]:
-    # The large shapes of Stable Diffusion's UNet. Unlike in a llama, few are equal.
+    # The large shapes of Stable Diffusion's UNet. Unlike in a llama, few shapes are equal.
     shapes: list[tuple[int, ...]] = [(320, 4, 3, 3), (1280, 320), (1280, 1280), (4, 320, 3, 3)]
     for out, into in (
         (320, 320), (640, 320), (1280, 640), (1280, 2560), (1280, 1920), (640, 1920), (640, 1280), (640, 960),
@@ -146,14 +146,14 @@ REAL_LISTS = {
 
 
 @pytest.mark.parametrize("name", REAL_LISTS)
-def test_makespan_of_real_lists(name: str, monkeypatch) -> None:
-    """For the tensors of real models, the busiest thread gets no more bytes than with nyacomp's merge and MULTIFIT,
-    even for thread counts at which nyacomp fails. The tensors have no memory."""
+def test_the_makespan_of_real_models(name: str, monkeypatch) -> None:
+    """For the tensors of real models, the busiest thread gets at most as many bytes as with nyacomp's merge and
+    MULTIFIT, even for thread counts at which nyacomp fails. The tensors have no memory."""
     tensors = [torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in REAL_LISTS[name]]
     sizes = [tensor.nbytes for tensor in tensors]
     for threads in (8, 32):
         monkeypatch.setenv("NUM_THREADS", str(threads))
-        # nyacomp merges tensors of equal shape in runs of at most 500 MiB or a thread's share.
+        # nyacomp merges tensors of equal shape up to 500 MiB or a thread's share.
         merged, _ = nyacomp.merge_tensors(tensors)
         theirs = _multifit([tensor.nbytes for tensor in merged], threads)
         searched, info = nyacomp.iterative_merge_tensors(tensors)
@@ -163,7 +163,7 @@ def test_makespan_of_real_lists(name: str, monkeypatch) -> None:
         assert nyacomp.calculate_makespan(tensors) <= _multifit(sizes, threads)
 
 
-def test_partitions_that_nyacomp_cannot_do() -> None:
+def test_partitions_at_which_nyacomp_fails() -> None:
     for count in (0, 1, 3, 8, 9, 10):
         sizes = [100 + at for at in range(count)]
         assert sum(map(len, partition.massage(sizes, 8))) == count
@@ -176,7 +176,7 @@ def test_partitions_that_nyacomp_cannot_do() -> None:
         partition.multifit_partition([1], 0)
 
 
-def test_the_searched_limit_is_no_worse(seed: int, monkeypatch) -> None:
+def test_the_search_for_a_limit_is_at_least_as_good(seed: int, monkeypatch) -> None:
     rng = random.Random(seed)
     for threads in ("2", "8"):
         monkeypatch.setenv("NUM_THREADS", threads)

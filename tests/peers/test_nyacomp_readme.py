@@ -1,5 +1,5 @@
-"""Tests the documented use of nyacomp with programs that import `nyacomp` and do not know overwire. One saves an object
-that only looks like a pipeline, the other a pipeline of diffusers."""
+"""Tests the documented use of nyacomp with programs that import `nyacomp` and do not know overwire. One program saves
+an object that only looks like a pipeline, the other saves a pipeline of diffusers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import processes
 import pytest
 from overwire import compat
 
-# The saving and the loading program both import this module.
+# The program that saves and the program that loads both import this module.
 DUCK = """
 import torch
 from torch import nn
@@ -133,8 +133,8 @@ assert torch.equal(parts.run(nyacomp.load_compressed("model/boneless_model.pth")
 
 def test_everything_through_curl(tmp_path: Path, script, monkeypatch) -> None:
     """PRELOAD_PATH is the URL of model/meta.csv, as in the README, and DOWNLOADER_PATH is curl. Manifests, containers,
-    tensor files and bundles are downloaded only through curl, and preloaded files once. curl's messages go where
-    DOWNLOAD_LOG says. A wrong size in a manifest and a missing file raise errors that name the file."""
+    tensor files and bundles are downloaded only through curl, and preloaded files only once. curl's messages go to the
+    file that DOWNLOAD_LOG names. A wrong size in a manifest and a missing file raise errors that name the file."""
     real = shutil.which("curl")
     if real is None:
         pytest.skip("no curl")
@@ -177,7 +177,7 @@ def test_everything_through_curl(tmp_path: Path, script, monkeypatch) -> None:
                DOWNLOADER_PATH=str(curl), OVERWIRE_DOWNLOADER_LOG=str(tmp_path / "log"), SKIP_SETPIPE_SZ="1")  # fmt: skip
     lines = (tmp_path / "asked").read_text().replace(url + "/", "").splitlines()
     asked = [line.split()[1] for line in lines]
-    # As in nyacomp, one process gets the URLs of all tensor files, in the manifest's order.
+    # As in nyacomp, one process gets the URLs of all tensor files, in the order of the manifest.
     calls: dict[str, list[str]] = {}
     for line in lines:
         calls.setdefault(line.split()[0], []).append(line.split()[1])
@@ -188,9 +188,10 @@ def test_everything_through_curl(tmp_path: Path, script, monkeypatch) -> None:
     assert f"for {url}/nya/0.gz" in (tmp_path / "log").read_text()
 
 
-def test_remotefile_s_command_line(tmp_path: Path) -> None:
-    """`overwire fetch -s -v URL...` writes only the bodies, in order. If no one reads its output, it still downloads up
-    to 64 MiB, so a full pipe does not stop a server. A failure exits with its status and never hangs."""
+def test_the_command_line_of_remotefile(tmp_path: Path) -> None:
+    """`overwire fetch -s -v URL...` writes only the bodies, in order. If nothing reads its output, it downloads up to
+    64 MiB in advance, so a full pipe does not stop a server. After a failure it exits with its status and never
+    hangs."""
     bodies = {f"/{name}": os.urandom(size) for name, size in (("a", 9 << 20), ("b", 0), ("c", 17 << 20))}
     sent = dict.fromkeys(bodies, 0)
 

@@ -1,4 +1,4 @@
-"""Tests patch_safetensors with transformers, diffusers and accelerate, which load compressed files through their own
+"""Tests patch_safetensors with transformers, diffusers and accelerate. They load compressed files through their own
 functions."""
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def equal(a: torch.nn.Module, b: torch.nn.Module) -> None:
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: Any) -> tuple[Any, Path, Path]:
-    """Makes a tiny random model, compressed, in one file and in several shards."""
+    """Makes a small random model, compressed in one file and in several shards."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(5)
     config = transformers.LlamaConfig(
@@ -74,15 +74,15 @@ def test_transformers(llama: Any) -> None:
         equal(model, loaded)
         assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
         assert loaded.dtype == torch.bfloat16
-    # Tensors outlive the patch and the file handles, and can be modified.
+    # Tensors stay valid after the patch has ended and the files are closed, and can be modified.
     loaded.model.embed_tokens.weight.data.zero_()
     with pytest.raises(Exception) as caught:
         transformers.AutoModelForCausalLM.from_pretrained(one)
-    assert caught.value is not None  # without the patch it cannot be loaded
+    assert caught.value is not None  # without the patch, the model cannot be loaded
 
 
-def test_transformers_while_it_saves(llama: Any, tmp_path: Path) -> None:
-    """Saving still writes plain files."""
+def test_transformers_saves_plain_files(llama: Any, tmp_path: Path) -> None:
+    """Under the patch, saving still writes plain files."""
     import transformers
 
     model, one, _ = llama
@@ -92,8 +92,8 @@ def test_transformers_while_it_saves(llama: Any, tmp_path: Path) -> None:
     assert safetensors.safe_open(tmp_path / "model.safetensors", "pt").metadata() == {"format": "pt"}
 
 
-def test_damage_is_told(llama: Any, tmp_path: Path) -> None:
-    """A flipped bit raises safetensors' own error class. The tensor's name is in its cause."""
+def test_damage_raises_safetensors_error(llama: Any, tmp_path: Path) -> None:
+    """A flipped bit raises safetensors' own error class. The cause of the error has the tensor's name."""
     _, one, _ = llama
     data = bytearray((one / "model.safetensors").read_bytes())
     data[len(data) // 2] ^= 1
@@ -139,7 +139,7 @@ def test_accelerate(llama: Any, tmp_path: Path) -> None:
         with ow.patch_safetensors():
             empty = accelerate.load_checkpoint_and_dispatch(empty, str(folder), device_map={"": "cpu"}, dtype=torch.bfloat16)
         equal(model, empty)
-    # Offloaded to disk: the weights are read from the file when they are used.
+    # The weights are offloaded to disk, and read from the file when they are used.
     tokens, plain = torch.arange(6)[None], tmp_path / "plain"
     model.save_pretrained(plain, max_shard_size="100KB")
     where = {"model.embed_tokens": "cpu", "lm_head": "cpu", "model.layers": "disk", "model.norm": "cpu", "model.rotary_emb": "cpu"}
@@ -158,8 +158,8 @@ def test_accelerate(llama: Any, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.imports_torch
-def test_patched_before_they_are_imported(llama: Any, script: Any) -> None:
-    """The patch also works if the libraries are imported after it, and undo() restores them."""
+def test_libraries_that_are_imported_after_the_patch(llama: Any, script: Any) -> None:
+    """The patch also works if the libraries are imported after it. undo() restores them."""
     _, one, _ = llama
     script(f"""
 import overwire as ow
@@ -181,7 +181,7 @@ assert safetensors.safe_open.__module__ == "builtins"
 @pytest.mark.slow
 @pytest.mark.imports_torch
 def test_models_are_hooked_when_they_are_imported(script: Any) -> None:
-    """The first model of a process is loaded in one pass, and diffusers is unchanged after undo()."""
+    """The first model of a process is loaded in one pass. After undo(), diffusers is unchanged."""
     pytest.importorskip("diffusers")
     script("""
 import overwire as ow
@@ -202,11 +202,11 @@ assert not [finder for finder in sys.meta_path if "overwire" in type(finder).__m
 """)
 
 
-# The patch itself.
+# Tests of the patch itself.
 
 
 def module(name: str) -> types.ModuleType:
-    """Makes a module with its own names for the reading functions, as libraries do."""
+    """Makes a module that binds the reading functions to its own names, like libraries."""
     made = types.ModuleType(name)
     source = "import safetensors\nfrom safetensors import safe_open\nfrom safetensors.torch import load_file as read, save_file\n"
     sys.modules[name] = made
@@ -222,7 +222,7 @@ def bound(m: types.ModuleType) -> bool:
     return mine
 
 
-def test_names_that_were_bound_before_and_meanwhile(tmp_path: Path) -> None:
+def test_names_that_were_bound_before_and_during_the_patch(tmp_path: Path) -> None:
     tensors = {"a": torch.randn(999).bfloat16()}
     ow.save_file(tensors, tmp_path / "a.safetensors")
     early = module("bound_early")
@@ -241,7 +241,7 @@ def test_names_that_were_bound_before_and_meanwhile(tmp_path: Path) -> None:
             same(safetensors.torch.load(data)["a"], tensors["a"])
             assert [name for name, _ in safetensors.deserialize(data)] == ["a"]
         assert not bound(early) and not bound(late)
-        # Users of overwire's own functions keep them.
+        # Programs that use overwire's functions keep them.
         assert ours.load_file is compat_torch.load_file and ours.safe_open is compat.safe_open
         patch.undo()  # the second call does nothing
         assert not bound(early)
@@ -273,7 +273,7 @@ def test_nested_and_overlapping() -> None:
 
 
 class Library:
-    """Stands in for a library class that hooks replace."""
+    """Replaces a class of a library that hooks change."""
 
     @classmethod
     def make(cls) -> str:
@@ -286,15 +286,15 @@ def hooked(cls: type[Library]) -> str:
 
 @pytest.fixture
 def hooks(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Sets the hooks of one library, and makes its modules appear to be imported."""
+    """Sets the hooks of one library, and makes its modules look imported."""
     monkeypatch.setitem(sys.modules, accelerate.MODULES[0], types.ModuleType("offload"))
     return lambda make: monkeypatch.setattr(accelerate, "pair_replacements", lambda found, lazy: make())
 
 
-def test_a_library_that_cannot_be_hooked_is_served_without(
+def test_a_library_that_cannot_be_hooked(
     hooks: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Hooks that fail are removed with a warning. Everything else is patched, and restored at the end."""
+    """If hooks fail, they are removed with a warning. Everything else is patched, and restored at the end."""
     ow.save_file({"a": torch.arange(999)}, tmp_path / "a.safetensors")
     before = (safetensors.torch.load_file, vars(Library)["make"], list(sys.meta_path))
 
@@ -313,7 +313,7 @@ def test_a_library_that_cannot_be_hooked_is_served_without(
 
 
 def test_a_patch_that_fails_leaves_nothing(hooks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After an error halfway, nothing of the patch remains, and the next patch is complete."""
+    """If a patch fails halfway, nothing of it remains, and the next patch is complete."""
     hooks(lambda: [((Library, "make"), classmethod(hooked))])
     before = (safetensors.torch.load_file, safetensors.safe_open, vars(Library)["make"], list(sys.meta_path))
     put = patching._put
@@ -335,10 +335,10 @@ def test_a_patch_that_fails_leaves_nothing(hooks: Any, monkeypatch: pytest.Monke
     assert Library.make() == "Library by itself" and safetensors.safe_open is before[1]
 
 
-def test_a_wrapper_that_another_tool_has_put_on_stays(hooks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At the end of a patch, other tools' wrappers stay. They then wrap the library's own function."""
+def test_another_tools_wrapper_stays(hooks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the end of a patch, wrappers of other tools stay. They then wrap the library's own function."""
     hooks(lambda: [((Library, "make"), classmethod(hooked))])
-    monkeypatch.setattr(Library, "make", vars(Library)["make"])  # restores it after the test
+    monkeypatch.setattr(Library, "make", vars(Library)["make"])  # restored after the test
     with ow.patch_safetensors():
         inner = vars(Library)["make"]
         wrapper = classmethod(lambda cls: f"<{inner.__get__(None, cls)()}>")
@@ -350,8 +350,8 @@ def test_a_wrapper_that_another_tool_has_put_on_stays(hooks: Any, monkeypatch: p
     assert vars(Library)["make"] is wrapper and Library.make() == "<Library by itself>"
 
 
-def test_conjugate_and_negative_views_are_saved_as_they_are(tmp_path: Path) -> None:
-    """Compressed under the patch, a lazy view is saved with its own values, not those of its memory."""
+def test_conjugate_and_negative_views_are_saved_by_value(tmp_path: Path) -> None:
+    """With compress=True, a lazy view is saved with its own values and not with those of its memory."""
     number = torch.randn(999, dtype=torch.complex64)
     tensors = {"conj": number.conj(), "neg": torch._neg_view(torch.randn(999)), "plain": torch.randn(999)}
     assert tensors["conj"].is_conj() and tensors["neg"].is_neg()
@@ -382,8 +382,8 @@ def _check_orders(loaded: dict[str, Any]) -> None:
         assert loaded[name].shape == array.shape and np.array_equal(loaded[name], array), name
 
 
-def test_arrays_of_any_order_are_saved_as_they_are(tmp_path: Path) -> None:
-    """With compress=True, the patch saves numpy arrays in any memory order correctly, to files and to bytes."""
+def test_arrays_in_any_memory_order_are_saved(tmp_path: Path) -> None:
+    """With compress=True, numpy arrays in any memory order are saved correctly, to files and to bytes."""
     orders = dict(_ORDERS)
     with ow.patch_safetensors(compress=True):
         safetensors.numpy.save_file(orders, tmp_path / "a.safetensors")
@@ -398,7 +398,7 @@ def test_arrays_of_any_order_are_saved_as_they_are(tmp_path: Path) -> None:
 
 
 def test_frameworks_that_write_through_numpy(tmp_path: Path) -> None:
-    """flax, like mlx and tensorflow, saves through numpy arrays. These also come back unchanged."""
+    """flax saves through numpy arrays, like mlx and tensorflow. Its arrays also load unchanged."""
     jax = pytest.importorskip("jax")
     with ow.patch_safetensors(compress=True):
         import safetensors.flax
@@ -409,7 +409,7 @@ def test_frameworks_that_write_through_numpy(tmp_path: Path) -> None:
         assert np.array_equal(array, arrays[name])
 
 
-def test_safetensors_own_modules_may_come_after_the_patch(script: Any) -> None:
+def test_safetensors_modules_that_are_imported_after_the_patch(script: Any) -> None:
     """If a module of safetensors is imported under the patch, its functions are replaced, and restored at the end."""
     script("""
 import sys
@@ -427,7 +427,8 @@ assert not hasattr(module.load_file, "__wrapped__")
 
 
 def test_threads(tmp_path: Path) -> None:
-    """Threads may begin and end patches at any time. Each patch works until its end, and nothing remains after it."""
+    """Threads can begin and end patches at any time. Each patch works until its end. After the last, nothing of them
+    remains."""
     ow.save_file({"a": torch.arange(100)}, tmp_path / "a.safetensors")
     m = module("bound_threads")
     wrong: list[Any] = []
@@ -464,7 +465,7 @@ except ow.MissingPackageError as error:
     assert "safetensors" in str(error)
 else:
     raise AssertionError
-import overwire.compat.safetensors as compat  # needs no other package
+import overwire.compat.safetensors as compat  # this import needs no other package
 assert compat.SafetensorError.__mro__[1] is Exception
 spec = compat.TensorSpec(dtype="uint8", shape=[0], data_ptr=0, data_len=0)
 assert compat.deserialize(compat.serialize({"a": spec})) == [("a", {"dtype": "U8", "shape": [0], "data": bytearray()})]
@@ -474,7 +475,7 @@ assert "torch" not in sys.modules and "numpy" not in sys.modules
 
 def test_each_shard_is_opened_once(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """transformers opens a shard for its metadata and again for its tensors. The engine reads the shard's header once,
-    or twice where transformers 5 loads several shards in one pass."""
+    or twice if transformers 5 loads several shards in one pass."""
     import transformers
 
     five = int(transformers.__version__.split(".")[0]) >= 5
@@ -498,7 +499,7 @@ def test_each_shard_is_opened_once(llama: Any, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("compressed", [False, True])
 def test_a_file_that_is_replaced_is_opened_again(tmp_path: Path, compressed: bool) -> None:
-    """Between two reads, only the current version of a file stays open. Folders and indexes are never kept. When the
+    """Between two reads, only the current version of a file stays open. Folders and indexes do not stay open. When the
     patch ends, the file is closed."""
     path, links = tmp_path / "m.safetensors", Path("/proc/self/fd")
 
@@ -530,7 +531,8 @@ def test_a_file_that_is_replaced_is_opened_again(tmp_path: Path, compressed: boo
 
 
 def test_open_files_list_their_methods(tmp_path: Path) -> None:
-    """dir() and inspect show the same for files opened under the patch as for safetensors' own, plain or compressed."""
+    """dir() and inspect show the same for a file opened under the patch, plain or compressed, as for safetensors'
+    own."""
     import inspect
 
     tensors = {"w": torch.arange(4)}

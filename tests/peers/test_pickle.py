@@ -1,4 +1,4 @@
-"""Tests that objects come back unchanged from compress_pickle, with ties and views."""
+"""Tests that compress_pickle restores objects unchanged, with ties and views."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_ties_views_and_identity(tmp_path: Path) -> None:
     assert got["tied"][0][0] == 5 and got["copy"][0] == tied[0]
     assert got["rows"].storage_offset() == 6 and got["t"].stride() == (1, 6)
     with ow.safe_open(tmp_path / "nya/x.safetensors") as file:
-        assert len(file) == 3  # one for each storage
+        assert len(file) == 3  # one tensor for each storage
 
 
 def test_parameters_buffers_and_modules(tmp_path: Path) -> None:
@@ -181,7 +181,7 @@ def test_the_callers_object_is_not_changed(tmp_path: Path) -> None:
     assert torch.equal(module.weight, before["m"].weight) and np.array_equal(arrays["a"], before["a"])
 
 
-def test_loaded_tensors_are_the_callers(tmp_path: Path) -> None:
+def test_loaded_tensors_belong_to_the_caller(tmp_path: Path) -> None:
     got = trip({"a": torch.randn(50, 50), "n": np.arange(9)}, tmp_path)
     for path in sorted(tmp_path.rglob("*"), reverse=True):
         path.unlink() if path.is_file() else path.rmdir()
@@ -190,8 +190,8 @@ def test_loaded_tensors_are_the_callers(tmp_path: Path) -> None:
     assert got["n"].sum() == 45 and got["a"].isfinite().all()
 
 
-def test_a_bundle_without_tensors_is_a_load(tmp_path: Path) -> None:
-    """Its progress is reported once, at the end."""
+def test_a_bundle_without_tensors_reports_progress(tmp_path: Path) -> None:
+    """The load of a bundle without tensors reports its progress once, at the end."""
     seen: list[ow.Progress] = []
     ow.compress_pickle({"a": 1}, tmp_path / "b")
     for _ in range(20):

@@ -1,4 +1,4 @@
-"""Tests the files of a bundle: names, meta.csv, replacing, preloading, and nyacomp's names."""
+"""Tests the files of a bundle: names, meta.csv, replacements, preloads, and nyacomp's names."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from torch import nn
 
 
 class Pipeline:
-    """Looks like a diffusers pipeline."""
+    """An object that looks like a diffusers pipeline."""
 
     def __init__(self) -> None:
         self.config = {"_class_name": "P", "unet": ("x", "y"), "vae": ("x", "y"), "scheduler": ("x", "y"), "safety": None}
@@ -56,9 +56,9 @@ def test_compress_names_the_tensors(tmp_path: Path) -> None:
     assert type(got) is Pipeline and torch.equal(got.unet.weight, pipeline.unet.weight) and got.scheduler == {"steps": 5}
 
 
-def test_a_path_is_no_model(tmp_path: Path) -> None:
-    """nyacomp's compress refuses a path in place of a model. The error names the function that compresses files, and
-    nothing is written. A bundle may contain paths."""
+def test_compress_refuses_a_path_as_a_model(tmp_path: Path) -> None:
+    """nyacomp's compress refuses a path instead of a model. The error names the function that compresses files, and
+    nothing is written. An object in a bundle may contain paths."""
     for path in ("a.safetensors", tmp_path / "a.safetensors", b"a.safetensors"):
         with pytest.raises(ow.ArgumentError, match=r"overwire\.compress\('.*a\.safetensors', '.*b\.safetensors'\)"):
             nyacomp.compress(path, tmp_path / "b.safetensors")
@@ -80,9 +80,9 @@ def _save_by(verb: Any, folder: Path, number: int) -> None:
     verb({"w": torch.full((300,), float(number)), "n": number}, folder / "x.pkl")
 
 
-def test_a_bundle_is_no_safetensors_file(tmp_path: Path) -> None:
-    """A pickle with the name of a container is refused before anything is written, because it would replace another
-    bundle's tensors. The tensors of D/x.pkl are in D/tensors/x.safetensors."""
+def test_a_bundle_cannot_have_the_name_of_a_container(tmp_path: Path) -> None:
+    """A pickle with the name of a container is refused before anything is written, because it would replace the tensors
+    of another bundle. For example, the tensors of D/x.pkl are in D/tensors/x.safetensors."""
     ow.save_bundle({"w": torch.arange(6.0)}, tmp_path / "x.pkl")
     before = (tmp_path / "tensors" / "x.safetensors").read_bytes()
     for save in (ow.save_bundle, ow.compress_pickle, ow.compress):
@@ -94,9 +94,9 @@ def test_a_bundle_is_no_safetensors_file(tmp_path: Path) -> None:
     same(ow.load_bundle(tmp_path / "x.pkl")["w"], torch.arange(6.0))
 
 
-def test_where_the_container_lies(tmp_path: Path) -> None:
-    """save_bundle writes into `tensors`. nyacomp's functions write into `nya`, with their csv. Each reader, and a
-    preload of the pickle, finds either, even after the folder was moved."""
+def test_the_folder_of_the_container(tmp_path: Path) -> None:
+    """save_bundle writes the container into `tensors`. nyacomp's functions write it into `nya`, with their csv. Each
+    reader and a preload of the pickle find it, even after the folder was moved."""
     for verb, files in (
         (ow.save_bundle, ["tensors/x.safetensors", "x.pkl"]),
         (ow.compress_pickle, ["nya/meta.csv", "nya/x.safetensors", "x.pkl"]),
@@ -116,9 +116,9 @@ def test_where_the_container_lies(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("verbs", [(ow.compress_pickle, ow.save_bundle), (ow.save_bundle, ow.compress_pickle)])
-def test_a_bundle_that_replaces_one_of_the_other_folder(tmp_path: Path, monkeypatch: Any, verbs: Any) -> None:
-    """The old object can be loaded until the new pickle is complete, even if the save fails. Then files that only
-    the old object used are removed. Another bundle in the folder stays."""
+def test_a_bundle_replaces_one_with_another_folder(tmp_path: Path, monkeypatch: Any, verbs: Any) -> None:
+    """The old object can be loaded until the new pickle is complete, even if the save fails. Then files that only the
+    old object used are removed. Another bundle in the folder stays."""
     old, new = verbs
     _save_by(old, tmp_path, 1)
     old({"w": torch.ones(9)}, tmp_path / "y.pkl")
@@ -141,7 +141,7 @@ def test_a_bundle_that_replaces_one_of_the_other_folder(tmp_path: Path, monkeypa
 
 
 def test_a_lost_container_is_named(tmp_path: Path) -> None:
-    """The error names the folder in which the container should be."""
+    """If a container is missing, the error names the folder in which it should be."""
     for verb, name in ((ow.save_bundle, "tensors"), (ow.compress_pickle, "nya")):
         folder = tmp_path / name
         folder.mkdir()
@@ -152,7 +152,7 @@ def test_a_lost_container_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("what", ["module", "state dict", "nested"])
-def test_compress_takes_modules_and_state_dicts(tmp_path: Path, what: str) -> None:
+def test_compress_accepts_modules_and_state_dicts(tmp_path: Path, what: str) -> None:
     module = nn.Sequential(nn.Linear(8, 8), nn.Embedding(5, 8))
     obj = {"module": module, "state dict": module.state_dict(), "nested": {"a": [module, {"b": module.state_dict()}]}}[what]
     ow.compress(obj, tmp_path / "m.pth")
@@ -188,7 +188,7 @@ def test_two_bundles_share_a_folder(tmp_path: Path) -> None:
         assert list(ow.load_compressed_pickle(tmp_path / f"{name}.pkl")) == [name]
 
 
-def test_names_that_differ_in_their_ending_only(tmp_path: Path) -> None:
+def test_names_that_differ_only_in_their_extension(tmp_path: Path) -> None:
     for round_ in range(2):
         for name in ("x.pkl", "x.pth", "x", "x.bin"):
             ow.compress_pickle({name: torch.full((9,), round_)}, tmp_path / name)
@@ -204,8 +204,8 @@ def refuse_link(*args: object, **kwargs: object) -> None:
 
 
 @pytest.mark.parametrize("links", [True, False])
-def test_readers_see_old_or_new_wherever_a_save_stops(tmp_path: Path, monkeypatch, links: bool) -> None:
-    """A save that is killed at any point leaves the old object or the new one, even without hard links."""
+def test_a_killed_save_leaves_the_old_or_the_new_object(tmp_path: Path, monkeypatch, links: bool) -> None:
+    """If a save is killed at any point, the old or the new object can be loaded, even without hard links."""
     if not links:
         monkeypatch.setattr(os, "link", refuse_link)
     old, new = {"v": "old", "w": torch.zeros(999)}, {"v": "new", "w": torch.ones(999)}
@@ -246,7 +246,7 @@ def test_readers_see_old_or_new_wherever_a_save_stops(tmp_path: Path, monkeypatc
 
 
 def test_a_save_within_a_save_of_the_same_bundle_is_refused(tmp_path: Path) -> None:
-    """A callback or signal handler cannot save the bundle during a save of it, because it would wait for itself."""
+    """During a save, a callback or a signal handler cannot save the same bundle, because it would wait for itself."""
     lock, errors = str(tmp_path / ".x.lock"), []
 
     def both() -> None:
@@ -266,7 +266,7 @@ def test_a_save_within_a_save_of_the_same_bundle_is_refused(tmp_path: Path) -> N
 
 
 def test_two_writers_of_one_bundle_take_turns(tmp_path: Path, monkeypatch) -> None:
-    """After two concurrent saves to one path, one object is there and no other file."""
+    """After two saves to one path at the same time, one of the objects is there and no other file."""
     path = tmp_path / "x.pkl"
     real, waiting = bundles.write_bytes, []
 
@@ -274,7 +274,7 @@ def test_two_writers_of_one_bundle_take_turns(tmp_path: Path, monkeypatch) -> No
         if target == str(path) and not waiting:  # between the container and the pickle of the first save
             waiting.append(threading.Thread(target=ow.compress_pickle, args=({"second": torch.ones(999)}, path)))
             waiting[0].start()
-            waiting[0].join(0.3)  # if it did not wait, it would have ended by then
+            waiting[0].join(0.3)  # long enough to finish if it did not wait
             assert waiting[0].is_alive()
         real(target, data, options)
 
@@ -285,8 +285,8 @@ def test_two_writers_of_one_bundle_take_turns(tmp_path: Path, monkeypatch) -> No
     assert sorted(os.listdir(tmp_path / "nya")) == ["meta.csv", "x.safetensors"]
 
 
-def test_a_lock_of_a_killed_writer_stops_no_one(tmp_path: Path, monkeypatch) -> None:
-    """A save succeeds despite the lock file of a killed writer. It also succeeds without locks, with a warning."""
+def test_the_lock_of_a_killed_writer_stops_no_save(tmp_path: Path, monkeypatch) -> None:
+    """The lock file of a killed writer does not stop a save. A save also works without locks, with a warning."""
     path = tmp_path / "x.pkl"
     (tmp_path / "nya").mkdir()
     (tmp_path / "nya/.x.lock").touch()
@@ -303,7 +303,7 @@ def test_a_lock_of_a_killed_writer_stops_no_one(tmp_path: Path, monkeypatch) -> 
     assert list(ow.load_compressed_pickle(path)) == ["b"] and len(warned) == 1
 
 
-def test_a_reader_beside_a_writer_gets_the_old_object_or_the_new_one(tmp_path: Path, monkeypatch) -> None:
+def test_a_load_during_saves_returns_the_newest_object(tmp_path: Path, monkeypatch) -> None:
     """If a pickle is replaced twice before its container is opened, the load returns the newest object."""
     path = tmp_path / "x.pkl"
     ow.compress_pickle({"v": torch.zeros(999)}, path)
@@ -320,8 +320,8 @@ def test_a_reader_beside_a_writer_gets_the_old_object_or_the_new_one(tmp_path: P
 
 
 @pytest.mark.parametrize("name", ["a\nb", "a\0b", "\ud800", "__metadata__", "overwire.index", ""])
-def test_keys_that_are_no_names_of_tensors(tmp_path: Path, name: str) -> None:
-    """A state dict comes back with any keys, even with keys that cannot be names in a container."""
+def test_keys_that_cannot_be_names_of_tensors(tmp_path: Path, name: str) -> None:
+    """A state dict is restored with any keys, even with keys that cannot be names in a container."""
     state = {name: torch.arange(999), "blob.0": torch.ones(3), "plain": torch.zeros(3)}
     ow.compress(state, tmp_path / "x.pkl")
     loaded = ow.load_compressed(tmp_path / "x.pkl")
@@ -330,7 +330,7 @@ def test_keys_that_are_no_names_of_tensors(tmp_path: Path, name: str) -> None:
         same(loaded[key], state[key])
 
 
-def test_pieces_that_do_not_belong_together(tmp_path: Path) -> None:
+def test_files_of_different_saves_are_refused(tmp_path: Path) -> None:
     for name in ("a", "b"):
         ow.compress_pickle({name: torch.ones(9)}, tmp_path / f"{name}.pkl")
     shutil.copy(tmp_path / "nya/a.safetensors", tmp_path / "nya/b.safetensors")
@@ -376,8 +376,9 @@ def test_plain_containers(tmp_path: Path) -> None:
         assert any(torch.equal(tensor, module.weight) for tensor in load_file(tmp_path / "nya/m.safetensors").values())
 
 
-def test_a_pickle_that_the_disk_does_not_show_keeps_its_container(tmp_path: Path, monkeypatch: Any) -> None:
-    """If a pickle with the same stem cannot be inspected, a save fails, because it could replace its container."""
+def test_a_pickle_that_cannot_be_inspected_keeps_its_container(tmp_path: Path, monkeypatch: Any) -> None:
+    """If a pickle with the same stem cannot be inspected, a save fails, because it could replace the pickle's
+    container."""
     ow.save_bundle({"a": torch.ones(9)}, tmp_path / "m.pkl")
     kept = {path: path.read_bytes() for path in tmp_path.rglob("*.*")}
 
@@ -390,8 +391,8 @@ def test_a_pickle_that_the_disk_does_not_show_keeps_its_container(tmp_path: Path
     assert {path: path.read_bytes() for path in tmp_path.rglob("*.*")} == kept
 
 
-def test_a_header_that_begins_as_pickles_do_is_a_container(tmp_path: Path) -> None:
-    # Header lengths of 128 and 640 begin with the bytes 0x80, and 0x80 0x02, like pickles.
+def test_a_header_that_begins_like_a_pickle_is_a_container(tmp_path: Path) -> None:
+    # Header lengths of 128 and 640 begin with the bytes 0x80 and 0x80 0x02, like pickles.
     path = tmp_path / "c.gz"
     for length in (128, 640):
         header = b'{"w":{"dtype":"U8","shape":[3],"data_offsets":[0,3]}}'.ljust(length)
@@ -420,7 +421,7 @@ def test_read_bytes(tmp_path: Path) -> None:
         ow.read_bytes(path, 2)
 
 
-def test_joins_a_preload(tmp_path: Path) -> None:
+def test_a_bundle_joins_a_preload(tmp_path: Path) -> None:
     obj = {"w": torch.randn(500, 300), "n": np.arange(10)}
     ow.compress_pickle(obj, tmp_path / "x.pkl")
     for what in ("x.pkl", "nya/meta.csv", "meta.csv", "nya/x.safetensors"):
@@ -441,7 +442,7 @@ def test_nyacomps_names(tmp_path: Path, monkeypatch) -> None:
         nyacomp.compress_pickle({}, "x.pkl", 3)
 
 
-def test_nyacomps_own_files_are_refused_by_name(tmp_path: Path) -> None:
+def test_nyacomps_own_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "nya").mkdir()
     (tmp_path / "nya/meta.csv").write_text("0,1\n/model/nya/0.gz 4;4 float16 32 20\n/model/nya/1.raw 2 uint8 2 2")
     (tmp_path / "nya/0.gz").write_bytes(bytes(20))
@@ -462,13 +463,13 @@ def test_meta_csv_with_spaces_and_nonsense(tmp_path: Path) -> None:
             manifest.local_uris_of(str(tmp_path / "meta.csv"))
 
 
-def test_tensors_of_a_device_that_is_not_here(tmp_path: Path, monkeypatch) -> None:
+def test_tensors_of_a_missing_device(tmp_path: Path, monkeypatch) -> None:
     obj = {"w": torch.randn(50, 30), "n": np.arange(10), "e": torch.empty(0)}
     path = tmp_path / "x.pkl"
     ow.compress_pickle(obj, path)
     with ow.safe_open(tmp_path / "nya/x.safetensors", "np") as f:
         assert f.metadata()["overwire.devices"] == "cpu\nnumpy"
-    # As if written on a machine with more GPUs than exist.
+    # The bundle looks as if it was written on a machine with more GPUs.
     monkeypatch.setattr("overwire.bundles.bundle.devices_of", lambda blobs: "cuda:99\nnumpy")
     ow.compress_pickle(obj, path)
     for _ in range(2):
@@ -478,7 +479,7 @@ def test_tensors_of_a_device_that_is_not_here(tmp_path: Path, monkeypatch) -> No
     got = ow.load_compressed_pickle(path, device="cpu")
     same(got["w"], obj["w"])
     assert got["n"].tolist() == obj["n"].tolist()
-    for note in ("cpu", "", "cpu\ncpu"):  # as in old files, where it is unused
+    for note in ("cpu", "", "cpu\ncpu"):  # as in old files, in which the note is not used
         monkeypatch.setattr("overwire.bundles.bundle.devices_of", lambda blobs, note=note: note)
         ow.compress_pickle(obj, path)
         same(ow.load_compressed_pickle(path)["w"], obj["w"])
@@ -489,8 +490,8 @@ def test_tensors_of_a_device_that_is_not_here(tmp_path: Path, monkeypatch) -> No
             print(ow.load_compressed_pickle(path))
 
 
-def test_elements_of_less_than_a_byte_and_records_come_back(tmp_path: Path) -> None:
-    """quint4x2 tensors, with two elements per byte, need no trust. A dtype of np.record keeps its scalar type."""
+def test_packed_elements_and_records_are_restored(tmp_path: Path) -> None:
+    """quint4x2 tensors, which have two elements per byte, need no trust. A dtype of np.record keeps its scalar type."""
     path = tmp_path / "x.pkl"
     for size in (4, 5):
         scales, zeros = torch.ones(size), torch.zeros(size)
@@ -506,9 +507,8 @@ def test_elements_of_less_than_a_byte_and_records_come_back(tmp_path: Path) -> N
     assert got.dtype.type is np.record and got[0].a == 0
 
 
-def test_a_file_of_another_owner_stays(tmp_path: Path) -> None:
-    """A file that belongs to no bundle is not replaced, even at a container's path. The bundle's container gets another
-    name."""
+def test_a_file_that_belongs_to_no_bundle_stays(tmp_path: Path) -> None:
+    """If a file at a container's path belongs to no bundle, it is not replaced. The container gets another name."""
     (tmp_path / "tensors").mkdir()
     for at, text in (("a", b"no safetensors"), ("b", b"")):
         (tmp_path / "tensors" / f"{at}.safetensors").write_bytes(text)
@@ -522,8 +522,8 @@ def test_a_file_of_another_owner_stays(tmp_path: Path) -> None:
         assert (tmp_path / "tensors" / f"{name}.safetensors").read_bytes() == before[f"{name}.safetensors"]
 
 
-def test_a_first_bundle_arrives_while_its_reader_is_imported(torch_script) -> None:
-    """The pickle reader is imported only once, while the tensors are already being loaded."""
+def test_the_pickle_reader_is_imported_during_the_load(torch_script) -> None:
+    """The pickle reader is imported only when the first bundle is loaded, while its tensors are being loaded."""
     torch_script(
         """
 import sys
@@ -544,8 +544,8 @@ assert present == [False, True], present
     )
 
 
-def test_a_container_that_the_disk_does_not_give_may_be_anyones(tmp_path: Path) -> None:
-    """A container that cannot be read counts neither as another bundle's nor as missing. The save raises an error and
+def test_a_container_that_cannot_be_read_is_kept(tmp_path: Path) -> None:
+    """If a container cannot be read, it may belong to another bundle and is not missing. The save raises an error and
     changes nothing."""
     ow.save_bundle({"a": torch.arange(9)}, tmp_path / "x.pkl")
     container = tmp_path / "tensors" / "x.safetensors"
@@ -558,8 +558,8 @@ def test_a_container_that_the_disk_does_not_give_may_be_anyones(tmp_path: Path) 
     assert sorted(os.listdir(tmp_path / "tensors")) == ["x.safetensors"] and not (tmp_path / "x.pth").exists()
 
 
-def test_what_a_killed_save_left_of_a_bundle_that_is_gone(tmp_path: Path) -> None:
-    """The second container of a killed save does not disturb later saves."""
+def test_a_second_container_of_a_killed_save(tmp_path: Path) -> None:
+    """The second container that a killed save has left does not affect later saves."""
     ow.save_bundle({"a": torch.arange(9)}, tmp_path / "x.pkl")
     container = tmp_path / "tensors" / "x.safetensors"
     os.link(container, containers.previous_of(str(container)))

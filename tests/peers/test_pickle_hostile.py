@@ -1,5 +1,5 @@
-"""Tests that hostile pickles run no code. A separate process loads a corpus of known attacks without trust, and its
-audit hook watches every import, file, process and socket.
+"""Tests that hostile pickles run no code. A separate process loads a corpus of known attacks without trust. Its audit
+hook records every import, file, process and socket.
 
 `python test_pickle_hostile.py FOLDER` starts that process.
 """
@@ -22,7 +22,7 @@ import warm
 
 Case = tuple[str, bytes]
 
-# A reference to the single blob as an array. `bundle` makes a blob of this length.
+# A reference to the single blob as an array. The blob that `bundle` makes has this length.
 ARRAY = ("array", 0, "<f4", (100,), (4,), 0, True, 0, 400)
 
 # Callables used by known pickle attacks, with arguments for a call.
@@ -190,7 +190,7 @@ CALLS: dict[str, tuple[Any, ...]] = {
     "overwire.bundles.allowlist.AllowList": ("x",),
 }
 
-# Dotted names that reach forbidden objects through allowed ones.
+# Dotted names that reach forbidden objects through allowed objects.
 DOTTED = [
     ("builtins", "object.__subclasses__"),
     ("builtins", "dict.__class__.__base__"),
@@ -431,7 +431,7 @@ def bundle(folder: Path, number: int, data: bytes) -> Path:
 
 
 def whole_bundle(folder: Path, number: int, data: bytes, blobs: list[bytes]) -> Path:
-    """Writes a complete bundle of any pickle and blobs."""
+    """Writes a complete bundle with any pickle and any blobs."""
     import numpy as np
     import overwire as ow
 
@@ -449,14 +449,14 @@ WATCHED = ("import", "exec", "compile", "open", "os.", "subprocess.", "socket.",
 
 
 def hunt(folder: Path) -> None:
-    """Loads the corpus and prints every action other than reading its own files."""
+    """Loads the corpus, and prints every action except reads of the corpus files."""
     import overwire as ow
     import torch
 
     state = torch.nn.functional.relu.__defaults__, dict(torch.nn.functional.relu.__dict__), torch.nn.Linear.forward
     cases = list(families())
     paths = [bundle(folder, number, data) for number, (_, data) in enumerate(cases)]
-    # Triggers the lazy imports of valid loads before the hook watches.
+    # These loads trigger the lazy imports of valid loads before the hook is active.
     ow.compress_pickle({"a": torch.ones(3), "l": torch.nn.Linear(2, 2), "s": torch.ones(2).to_sparse()}, folder / "honest.pkl")
     ow.load_compressed_pickle(folder / "honest.pkl")
     for body in (
@@ -512,7 +512,7 @@ def test_no_hostile_pickle_runs_code(tmp_path: Path) -> None:
     assert last[0] == "CASES" and int(last[1]) >= 200 and int(last[3]) >= int(last[1]) * 0.9
 
 
-def test_the_global_is_named(tmp_path: Path) -> None:
+def test_the_error_names_the_refused_global(tmp_path: Path) -> None:
     import overwire as ow
 
     with pytest.raises(ow.UntrustedPickleError, match=r"os\.system.*trust=True") as caught:
@@ -520,18 +520,18 @@ def test_the_global_is_named(tmp_path: Path) -> None:
     assert isinstance(caught.value, pickle.UnpicklingError)
 
 
-def test_trust_opens_what_the_list_refuses(tmp_path: Path) -> None:
+def test_trust_allows_refused_globals(tmp_path: Path) -> None:
     import overwire as ow
 
     data = whole(stack_global("operator", "add") + push((2, 3)) + b"R")
     assert ow.load_compressed_pickle(bundle(tmp_path, 0, data), trust=True) == 5
 
 
-def test_a_forged_dtype_cannot_make_pointers_of_bytes(tmp_path: Path) -> None:
+def test_a_forged_dtype_is_refused(tmp_path: Path) -> None:
     import overwire as ow
 
-    # If the flags of a structured dtype say that it holds no objects, and an array gets both this dtype and raw bytes,
-    # numpy would use the bytes as object pointers.
+    # If the flags of a structured dtype say that it holds no objects, and an array gets this dtype and raw bytes, numpy
+    # would use the bytes as pointers to objects.
     dtype = stack_global("overwire.rebuild", "dtype") + push(([("a", "O", ())],)) + b"R"
     forged = dtype + push((3, "|", None, ("a",), {}, 8, 1, 0)) + b"b"
     array = push(ARRAY) + b"Q"
@@ -541,14 +541,14 @@ def test_a_forged_dtype_cannot_make_pointers_of_bytes(tmp_path: Path) -> None:
             ow.load_compressed_pickle(bundle(tmp_path, 0, whole(body)))
 
 
-def test_registered_extensions_are_no_way_round(tmp_path: Path) -> None:
+def test_registered_extensions_are_refused(tmp_path: Path) -> None:
     import os
 
     import overwire as ow
 
     copyreg.add_extension("os", "system", 77)
     try:
-        pickle.Unpickler(io.BytesIO(b"\x80\x02\x82\x4d.")).load()  # it is now in the unpickler's cache
+        pickle.Unpickler(io.BytesIO(b"\x80\x02\x82\x4d.")).load()  # the extension is now in the unpickler's cache
         with pytest.raises(ow.UntrustedPickleError, match="opcode"):
             ow.load_compressed_pickle(bundle(tmp_path, 0, b"\x80\x02\x82\x4d" + push(("true",)) + b"R."))
     finally:

@@ -1,5 +1,5 @@
-"""Tests what a bundle's pickle may not do without trust: reach outside its blobs, change checked data, or cost more
-than its size justifies.
+"""Tests that a bundle's pickle cannot, without trust, reach outside its blobs, change checked data, or need more memory
+and time than its size justifies.
 
 Each case runs the interpreter itself on blobs in memory. Cases that once ended the process also run in a separate
 process.
@@ -49,8 +49,8 @@ def array(shape: tuple[int, ...], strides: tuple[int, ...], offset: int = 0, spe
 # -- memory
 
 
-def test_an_array_whose_strides_wrap_is_refused(fenced: Fenced) -> None:
-    # numpy computes the extent modulo 2**64, where 2**60 steps of 16 are 0.
+def test_an_array_with_strides_that_overflow_is_refused(fenced: Fenced) -> None:
+    # numpy computes the extent modulo 2**64, and 2**60 steps of 16 are 0.
     wraps = [
         ((1 << 60) + 1, 16),
         ((1 << 61) + 1, 8),
@@ -69,7 +69,7 @@ def test_an_array_whose_strides_wrap_is_refused(fenced: Fenced) -> None:
         for shape, strides in (((d,), (s,)), ((2, d), (1, s)), ((d, 1), (s, 0)), ((1, d, 1), (5, s, 7))):
             with pytest.raises(ow.FormatError):
                 load(array(shape, strides), fenced, bytes(4096))
-    # Only the sum wraps, not its parts.
+    # Only the sum overflows, not its parts.
     with pytest.raises(ow.FormatError):
         load(array(((1 << 61) + 1,) * 4, (2, 2, 2, 2)), fenced, bytes(4096))
 
@@ -126,7 +126,7 @@ def test_sizes_that_torch_cannot_multiply_are_refused(fenced: Fenced) -> None:
         )
         with pytest.raises(ow.FormatError):
             load(meta, fenced)
-    with pytest.raises(ow.FormatError):  # an empty tensor with its data elsewhere
+    with pytest.raises(ow.FormatError):  # an empty tensor with an offset outside its storage
         load(tensor(0, "float32", 16, (0,), (1,), 1 << 61), fenced, bytes(16))
 
 
@@ -138,7 +138,7 @@ def sparse(layout: str, parts: bytes, size: tuple[int, ...]) -> bytes:
     return named("torch._utils", "_rebuild_sparse_tensor") + b"(" + coded + b"(" + parts + named("torch", "Size") + push((size,)) + b"RttR"
 
 
-def test_items_are_set_of_dicts_and_added_to_sequences_only(fenced: Fenced) -> None:
+def test_items_can_be_set_only_in_dicts_and_added_only_to_sequences(fenced: Fenced) -> None:
     things = {
         "a tensor": tensor(0, "int64", 32, (4,), (1,)),
         "an array": array((4,), (1,), size=32),
@@ -169,7 +169,7 @@ def test_items_are_set_of_dicts_and_added_to_sequences_only(fenced: Fenced) -> N
     assert load(named("collections", "deque") + b")R(K\x01K\x02e", fenced) == collections.deque([1, 2])
 
 
-def test_indices_of_sparse_tensors_are_their_own(fenced: Fenced) -> None:
+def test_sparse_tensors_have_their_own_indices(fenced: Fenced) -> None:
     warnings.simplefilter("ignore")
     index, values = tensor(0, "int64", 32, (1, 4), (4, 1)), tensor(1, "float32", 16, (4,), (1,))
     whole = tensor(0, "int64", 32, (4,), (1,))
@@ -185,7 +185,7 @@ def test_indices_of_sparse_tensors_are_their_own(fenced: Fenced) -> None:
         before = made.to_dense()
         dense.fill_(1 << 36)
         assert made.to_dense().equal(before), layout
-        # Two sparse tensors with one mask still share it.
+        # Two sparse tensors with the same indices still share them.
         pair = sparse(layout, parts, size) * 2 + b"\x86"
         one, two = load(pair, fenced, blob, struct.pack("<4f", 1, 2, 3, 4))
         of = {"sparse_coo": "_indices", "sparse_csr": "col_indices", "sparse_bsr": "col_indices"}.get(layout, "row_indices")
@@ -195,7 +195,7 @@ def test_indices_of_sparse_tensors_are_their_own(fenced: Fenced) -> None:
                 load(sparse(layout, parts, size), fenced, blob[:-8] + struct.pack("<q", bad), bytes(16))
 
 
-def test_the_stride_of_one_entry_is_no_length(fenced: Fenced) -> None:
+def test_the_stride_of_a_single_entry_is_not_used(fenced: Fenced) -> None:
     # torch uses the first stride of the values as the length of a row.
     warnings.simplefilter("ignore")
     for stride in ((1 << 32, 3), (1 << 61, 1), (64, 64), (0, 0)):
@@ -205,8 +205,8 @@ def test_the_stride_of_one_entry_is_no_length(fenced: Fenced) -> None:
         assert made._values().stride() == (1, 1) and made._indices().stride() == (1, 1)
 
 
-def test_blocks_of_no_size_are_refused(fenced: Fenced) -> None:
-    # torch divides by these sizes, which ended the process.
+def test_blocks_without_a_size_are_refused(fenced: Fenced) -> None:
+    # torch divides by these sizes, which would end the process.
     for layout in ("sparse_bsr", "sparse_bsc"):
         for block, size in (((0, 0), (2, 2)), ((0, 1), (2, 2)), ((1, 0), (2, 2)), ((0, 0), (0, 0))):
             parts = (
@@ -217,7 +217,7 @@ def test_blocks_of_no_size_are_refused(fenced: Fenced) -> None:
 
 
 def test_rows_that_lead_out_of_a_sparse_tensor_are_refused(fenced: Fenced) -> None:
-    # Before torch's check looks at the rows, it reads the plain indices that they point to.
+    # torch's own check reads the plain indices to which the rows point before it checks the rows.
     far = 1 << 40
     for rows in ((0, far, 0), (0, -far, 0), (0, 1, 0), (far, far, 0), (0, 0, far), (0, -(1 << 63), 0)):
         for layout, shape in (("sparse_csr", (0,)), ("sparse_csc", (0,)), ("sparse_bsr", (0, 4, 1)), ("sparse_bsc", (0, 4, 1))):
@@ -227,7 +227,7 @@ def test_rows_that_lead_out_of_a_sparse_tensor_are_refused(fenced: Fenced) -> No
                 load(sparse(layout, parts, (8, 4)), fenced, struct.pack("<3q", *rows), bytes(8), bytes(32))
 
 
-def test_parameters_of_quantised_tensors_are_their_own(fenced: Fenced) -> None:
+def test_quantised_tensors_have_their_own_parameters(fenced: Fenced) -> None:
     scales, zeros = tensor(0, "float64", 16, (2,), (1,)), tensor(1, "int64", 16, (2,), (1,))
     storage = push(("storage", 2, "quint8", 6)) + b"Q"
     blobs = (struct.pack("<2d", 1, 2), bytes(16), bytes(range(6)))
@@ -267,7 +267,7 @@ def test_parameters_of_quantised_tensors_are_their_own(fenced: Fenced) -> None:
 # -- states
 
 
-def test_a_state_sets_attributes_and_nothing_else(fenced: Fenced) -> None:
+def test_a_state_only_sets_attributes(fenced: Fenced) -> None:
     ordered = named("collections", "OrderedDict") + b")R"
     linear = named("torch.nn.modules.linear", "Linear") + b")\x81"
     parameter = named("torch._utils", "_rebuild_parameter_with_state") + b"(" + tensor(0, "float32", 16, (4,), (1,)) + b"\x89}%btR"
@@ -297,7 +297,7 @@ def test_a_state_sets_attributes_and_nothing_else(fenced: Fenced) -> None:
             if name.startswith("__") or kind is not None and hasattr(kind, name):
                 with pytest.raises(ow.UntrustedPickleError):
                     load(target, fenced, bytes(16))
-    # The first state sets __setstate__ to torch.Tensor, and the second would call torch.Tensor(123).
+    # The first state would set __setstate__ to torch.Tensor, and the second would call torch.Tensor(123).
     with pytest.raises(ow.UntrustedPickleError):
         load(ordered + b"}" + push("__setstate__") + tensor_class + b"sbK\x7bb", fenced)
     for state in (push(123), push((None, {"x": 1})), push(({"x": 1}, {"y": 1})), push([1]), b"}K\x01K\x02s"):
@@ -343,8 +343,8 @@ NAMED, MADE = {"_all_weights": [["w"]]}, {"all_weights": [[0]]}
     [{**NAMED, **MADE, "num_layers": 10**12}, {**NAMED, "all_weights": [["w"]], "num_layers": 1}, {**MADE, "num_layers": 10**12},
      {**NAMED, "num_layers": 10**12}, {**NAMED, "num_layers": 1.0}],
 )  # fmt: skip
-def test_an_rnn_has_the_layers_that_its_pickle_names(fenced: Fenced, state: dict[str, Any]) -> None:
-    """No number in the pickle decides how many rows of names torch makes for an RNN."""
+def test_an_rnn_has_only_the_layers_in_its_pickle(fenced: Fenced, state: dict[str, Any]) -> None:
+    """A number in the pickle cannot decide how many rows of names torch makes for an RNN."""
     parts: dict[str, Any] = {"_parameters": {"w": None}, "_buffers": {}, "_modules": {}, "bias": True, "proj_size": 0}
     data = push({"bidirectional": False, "_flat_weights_names": ["w"], "_flat_weights": [None], **parts, **state})
     data = named("torch.nn.modules.rnn", "LSTM") + b")\x81" + data + b"b"
@@ -357,7 +357,7 @@ def test_an_rnn_has_the_layers_that_its_pickle_names(fenced: Fenced, state: dict
 
 @functools.cache
 def bombs() -> dict[str, bytes]:
-    """Yields small pickles that would need much memory or time."""
+    """Returns small pickles, by name, that would need much memory or time."""
     big = push(1 << 26)
     ranged = named("builtins", "range") + b"(" + big + b"tR"
     doubled = b"K\x01" + b"".join(b"\x94h" + bytes((n,)) + b"\x86" for n in range(60))
@@ -438,7 +438,7 @@ def bombs() -> dict[str, bytes]:
 
 
 def drop_bombs() -> None:
-    """Loads each bomb within 2 GiB and prints its name and its error class."""
+    """Loads each bomb within 2 GiB, and prints its name and the class of its error."""
     import resource
 
     import torch
@@ -457,7 +457,7 @@ def drop_bombs() -> None:
             print(type(error).__name__, flush=True)
         grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - begin
         assert grown < 1 << 20, (name, grown)
-    # Built from the outside in: each object is still empty when it is stored in the previous one.
+    # The objects are built from the outside: each object is empty when it is stored in the previous object.
     for kind in (DEFAULT, named("collections", "OrderedDict")):
         body = (
             b"]"
@@ -473,8 +473,8 @@ def drop_bombs() -> None:
             print(f"outside in: {type(error).__name__}", flush=True)
 
 
-def test_little_pickles_do_not_take_much() -> None:
-    """Loads small expensive pickles in a separate process. Only a hang exceeds its time limit."""
+def test_small_pickles_need_little_memory_and_time() -> None:
+    """Loads small pickles that would be expensive in a separate process. The time limit is only exceeded by a hang."""
     done = warm.run(["-c", "import test_pickle_limits as t; t.drop_bombs()"], cwd=Path(__file__).parent)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     outcomes = dict(line.rsplit(": ", 1) for line in done.stdout.splitlines())
@@ -484,7 +484,7 @@ def test_little_pickles_do_not_take_much() -> None:
     assert set(wrong) <= {"outside in"}, wrong
 
 
-def test_honest_nesting_loads(fenced: Fenced) -> None:
+def test_deeply_nested_valid_objects_load(fenced: Fenced) -> None:
     deep: Any = None
     for _ in range(60):
         deep = [{"x": (deep,)}]
@@ -501,11 +501,11 @@ def test_honest_nesting_loads(fenced: Fenced) -> None:
     assert all(child["parent"] is again for child in again["children"])
 
 
-def test_errors_say_where(fenced: Fenced) -> None:
+def test_errors_have_the_offset(fenced: Fenced) -> None:
     with pytest.raises(ow.FormatError, match=r"unpickle x\.pkl: the pickle is truncated \(at byte \d+\)") as caught:
         load(b"\x8e" + struct.pack("<Q", 1 << 40), fenced)
     assert caught.value.source == "x.pkl" and caught.value.offset is not None
-    # The message leaves out an endlessly long key.
+    # The message does not contain an endless key.
     doubled = b"K\x01" + b"".join(b"\x94h" + bytes((n,)) + b"\x86" for n in range(60))
     with pytest.raises(REFUSED) as refused:
         load(named("torch.serialization", "_get_layout") + doubled + b"\x85R", fenced)
@@ -527,19 +527,19 @@ def test_towers_that_python_frees_without_recursion_load(fenced: Fenced) -> None
     }
     padding = b"B" + struct.pack("<I", 1 << 22) + bytes(1 << 22) + b"0"  # makes the pickle large enough for all modules
     for name, body in towers.items():
-        if name == "frozensets":  # each is a key of the next
+        if name == "frozensets":  # each frozenset is a key of the next
             with pytest.raises(ow.UntrustedPickleError):
                 load(padding + body, fenced)
         else:
-            load(padding + body, fenced)  # and frees the object
-    # If a tower ends halfway, its rest is also freed.
+            load(padding + body, fenced)  # this also frees the object
+    # If a tower ends halfway, the finished part is also freed.
     for body in towers.values():
         with pytest.raises(REFUSED):
             load(body[: -count // 2] + b"\xff", fenced)
 
 
-def test_a_kind_that_torch_dies_of_is_refused(fenced: Fenced) -> None:
-    # Quantised to 32 bits with zero points that are floats: torch has no kernel for it.
+def test_a_tensor_that_crashes_torch_is_refused(fenced: Fenced) -> None:
+    # The tensor is quantised to 32 bits with floats as zero points. torch has no kernel for this.
     floats = tensor(0, "float32", 8, (2,), (1,))
     params = b"(" + named("torch", "per_channel_affine") + floats + floats + b"K\x00t"
     for dtype in ("qint32", "quint8"):
@@ -552,8 +552,8 @@ def test_a_kind_that_torch_dies_of_is_refused(fenced: Fenced) -> None:
             assert load(body, fenced, bytes(8), bytes(8)).dequantize().tolist() == [0, 0]
 
 
-def test_naming_imports_nothing(fenced: Fenced) -> None:
-    """torch imports some of its modules when their names are looked up."""
+def test_looking_up_names_imports_nothing(fenced: Fenced) -> None:
+    """torch imports some of its modules when their names are looked up. A pickle does not cause such imports."""
     source = """
 import sys, torch, numpy, overwire
 from overwire.bundles import unpickling
@@ -581,7 +581,7 @@ print("NEW", sorted(set(sys.modules) - before))
     assert done.stdout == "NEW []\n", done.stdout + done.stderr
 
 
-def test_plain_data_names_nothing() -> None:
+def test_plain_data_contains_no_globals() -> None:
     value = [{"a": (1, 2.5, None, True), "b": b"x"}, [[0], {3}, frozenset({4})]]
     assert unpickling.load_plain(pickle.dumps(value), "x") == value
     bad = [

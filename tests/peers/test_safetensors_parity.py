@@ -48,7 +48,7 @@ def engine():
 
 @pytest.mark.parametrize("vector", VECTORS, ids=ids)
 def test_original(vector):
-    """The package gives the verdict in the vectors."""
+    """The safetensors package accepts or refuses each file as the vectors say."""
     safetensors = pytest.importorskip("safetensors", minversion="0.8")
     try:
         safetensors.deserialize(base64.b64decode(vector["file"]))
@@ -59,14 +59,14 @@ def test_original(vector):
 
 
 def test_differences():
-    """overwire refuses everything that the original refuses. STRICTER lists everything else that it refuses."""
+    """overwire refuses all files that the original refuses. STRICTER lists the other files that it refuses."""
     differ = {v["name"] for v in VECTORS if v["reference"] != (v["ours"] == "")}
     assert differ == set(STRICTER)
 
 
 @pytest.mark.parametrize("vector", VECTORS, ids=ids)
 def test_ours(vector, tmp_path):
-    """The built library gives overwire's verdict, with the error class and the file's name."""
+    """The built library accepts or refuses each file as the vectors say, with the error class and the file's name."""
     eng = engine()
     path = tmp_path / "model.safetensors"
     path.write_bytes(base64.b64decode(vector["file"]))
@@ -82,7 +82,7 @@ def test_ours(vector, tmp_path):
 
 @pytest.mark.parametrize("vector", VECTORS, ids=ids)
 def test_switch(vector, tmp_path):
-    """Each rule works through the public API: strict by default, and `lenient=True` accepts the listed files."""
+    """The public API is strict by default, and accepts the listed files with `lenient=True`."""
     engine()
     import overwire as ow
 

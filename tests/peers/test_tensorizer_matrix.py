@@ -24,7 +24,7 @@ import tensorizer as theirs
 import torch
 import warm
 
-try:  # the reference needs the system's libsodium to encrypt
+try:  # the reference encrypts only if the system has libsodium
     theirs.EncryptionParams.random()
     SODIUM = True
 except Exception:
@@ -71,7 +71,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, di
             folder,
             {
                 "path": str,
-                "file": lambda path: open(path, "rb"),  # noqa: SIM115 - the deserialiser reads from it later
+                "file": lambda path: open(path, "rb"),  # noqa: SIM115 - the deserialiser reads from the file later
                 "memory": lambda path: io.BytesIO(path.read_bytes()),
                 "http": lambda path: f"http://127.0.0.1:{server.server_port}/{path.name}",
                 "redis": in_redis,
@@ -93,7 +93,7 @@ def same(a: Any, b: Any) -> bool:
 def test_every_combination(
     version: int, encrypted: str, sources: tuple[Path, dict[str, Callable[[Path], Any]]]
 ) -> None:
-    """Files of both writers can be read by both readers, flat and nested, verified and not, from every source."""
+    """Both readers can read the files of both writers: flat and nested, verified and not, from every source."""
     if encrypted != "plain" and not SODIUM:
         pytest.skip("the reference has no libsodium; the golden files are still read")
     folder, ways = sources
@@ -112,8 +112,8 @@ def test_every_combination(
         s.close()
         assert int.from_bytes(path.read_bytes()[5:9], "little") == max(version, 3 if params else 1)
         for reader, verify in itertools.product((ours, theirs), (False, True)):
-            # overwire reads every source each time. The reference starts curl each time, so it only reads the next
-            # source in rotation.
+            # overwire reads every source. The reference starts curl for each source, so it only reads the next one in
+            # rotation.
             for name in ways if reader is ours else [next(names)]:
                 key = None
                 if params is not None:
@@ -134,7 +134,7 @@ def test_every_combination(
 
 
 def test_protobuf() -> None:
-    """overwire and the reference read each other's protobuf messages. overwire restores bfloat16 exactly."""
+    """overwire and the reference can read each other's protobuf messages. overwire restores bfloat16 exactly."""
     net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
     twin = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
     import tensorizer.protobuf as reference
@@ -143,7 +143,7 @@ def test_protobuf() -> None:
         stream = io.BytesIO()
         writer.serialize_model(net, stream)
         stream.seek(0)
-        if reader is reference:  # it puts tensors in place of parameters
+        if reader is reference:  # the reference replaces parameters with tensors
             reader.deserialize_model(twin, stream)
             assert all(torch.equal(twin[0]._parameters[n], p) for n, p in net[0]._parameters.items())
             twin = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
@@ -200,7 +200,7 @@ def test_every_name() -> None:
     assert checked >= 40
 
 
-# Names of the reference that are missing here, with reasons.
+# Names of the reference that overwire lacks, with reasons.
 WITHOUT = {
     "_crypt.ChunkedEncryption": "calls libsodium chunk by chunk; the engine encrypts whole files instead",
     "_crypt.Const": "same reason as ChunkedEncryption",
@@ -215,8 +215,8 @@ WITHOUT = {
 
 
 def test_every_path() -> None:
-    """Every public module of the reference, and `_crypt`, can be imported under both names. Each module has all
-    public names of its counterpart in the reference, except those in WITHOUT."""
+    """Every public module of the reference, and `_crypt`, can be imported under both names. Each module has all public
+    names of the reference's module, except those in WITHOUT."""
     import importlib
     import pkgutil
 
@@ -253,7 +253,7 @@ def test_every_path() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_what_clients_look_at(tmp_path: Path) -> None:
+def test_private_names_that_clients_read(tmp_path: Path) -> None:
     """Before a lazy load, _device, _file_flags, _file_header and _metadata equal the reference's."""
     s = theirs.TensorSerializer(tmp_path / "x")
     s.write_state_dict({"a": torch.ones(3).bfloat16(), "m": [META]})
@@ -320,8 +320,8 @@ def test_names_that_programs_replace(tmp_path: Path, monkeypatch: pytest.MonkeyP
 # These tests cover problems that users of the reference have had.
 
 
-def test_casts_leave_what_is_no_float(tmp_path: Path) -> None:
-    """dtype= does not convert integer, bool, complex or fp8 tensors."""
+def test_casts_convert_only_floats(tmp_path: Path) -> None:
+    """dtype= does not convert integer, bool, complex and fp8 tensors."""
     kept = {
         "i": torch.tensor([2**31 - 1, -(2**31)], dtype=torch.int32),
         "q": torch.randint(0, 256, (9,), dtype=torch.uint8),
@@ -338,8 +338,8 @@ def test_casts_leave_what_is_no_float(tmp_path: Path) -> None:
     assert ours.TensorDeserializer(tmp_path / "x", device="cpu", dtype=torch.int64, lazy_load=True)["w"].dtype == torch.int64
 
 
-def test_meta_and_empty_opaque_and_encrypted(tmp_path: Path) -> None:
-    """Tensors without data work in dtypes that only torch has, and empty tensors work in encrypted files."""
+def test_tensors_without_data(tmp_path: Path) -> None:
+    """Tensors without data can have dtypes that only torch has. Empty tensors can be in encrypted files."""
     tensors = {
         "e": torch.zeros(0, 4).bfloat16(),
         "m": torch.empty(3, device="meta", dtype=torch.bfloat16),
@@ -361,8 +361,8 @@ def test_meta_and_empty_opaque_and_encrypted(tmp_path: Path) -> None:
             s.write_state_dict({"z": torch.zeros(0)})
 
 
-def test_modules_as_they_were(tmp_path: Path) -> None:
-    """Ties, hidden buffers and existing attributes come back as in the saved module."""
+def test_modules_are_restored(tmp_path: Path) -> None:
+    """Ties, hidden buffers and existing attributes are restored as in the saved module."""
 
     class Tied(torch.nn.Module):
         def __init__(self) -> None:
@@ -392,7 +392,7 @@ def test_modules_as_they_were(tmp_path: Path) -> None:
         and torch.equal(twin.hidden, net.hidden)
     )
     assert twin.state_dict().keys() == net.state_dict().keys()
-    net.head.weight = torch.nn.Parameter(net.head.weight + 1)  # no longer tied, not even after loading
+    net.head.weight = torch.nn.Parameter(net.head.weight + 1)  # the weights are no longer tied, not even after loading
     with ours.TensorSerializer(tmp_path / "y") as s:
         s.write_module(net)
     with ours.TensorDeserializer(tmp_path / "y", device="cpu") as de:
@@ -401,7 +401,8 @@ def test_modules_as_they_were(tmp_path: Path) -> None:
 
 
 def test_host_memory_is_bounded(tmp_path: Path) -> None:
-    """A load needs memory for its tensors and a ring of fixed size, for any number of readers and any tensor size."""
+    """A load needs memory for its tensors and for a ring of fixed size, with any number of readers and any tensor
+    size."""
     import numpy as np
 
     key = bytes(range(32))
@@ -421,8 +422,8 @@ print(high("VmHWM") - before - (96 << 20))
     assert int(done.stdout) < 64 << 20
 
 
-def test_crc32_of_files_that_have_none(tmp_path: Path) -> None:
-    """verify_crc32 is refused for a file without checksums. The checksums of a container's chunks are always
+def test_crc32_of_files_without_checksums(tmp_path: Path) -> None:
+    """For a file without checksums, verify_crc32 is refused. The checksums of a container's chunks are always
     checked."""
     plain, packed, options = tmp_path / "p.safetensors", tmp_path / "c.safetensors", {"verify_crc32": True}
     tensors = {"a": torch.arange(100_000)}
@@ -447,7 +448,7 @@ def test_crc32_while_reading(tmp_path: Path) -> None:
         assert all(same(found[n], t) for n, t in tensors.items())
     assert same(ours.TensorDeserializer(path, device="cpu", verify_hash="crc32", lazy_load=True)["a"], tensors["a"])
     with ow.safe_open(path, framework="pt", storage_options=options) as f:
-        assert same(f.get_slice("a")[5:500], tensors["a"][5:500])  # a part cannot be compared with the checksum of the whole
+        assert same(f.get_slice("a")[5:500], tensors["a"][5:500])  # a checksum exists only for the whole tensor
     from overwire.records import read_records
 
     whole = path.read_bytes()

@@ -1,5 +1,5 @@
-"""Runs the programs of tensorizer's README in a process where `tensorizer` is overwire. Only the bucket, the device and
-the model's name differ. A replacement of `transformers` makes a small model instead of downloading one."""
+"""Runs the programs of tensorizer's README in a process in which `tensorizer` is overwire. Only the bucket, the device
+and the name of the model differ. A replaced `transformers` makes a small model instead of downloading one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import stores
 import warm
 from conftest import cleaned
 
-# The names that the examples import from transformers.
+# Names that the examples import from transformers.
 TRANSFORMERS = '''
 import torch
 from torch import nn
@@ -203,7 +203,7 @@ with tensorizer_loading("model.pt.tensors", device="cpu"):
 model.load_state_dict(state_dict)
 assert os.path.getsize("model.pt") < 20_000
 
-# A library that stores torch.save when it is imported.
+# Acts like a library that keeps a reference to torch.save when it is imported.
 with tensorizer_saving():
     library = types.ModuleType("library")
     exec("from torch import save", vars(library))
@@ -236,7 +236,7 @@ with tensorizer_loading(tensors_path, device="cpu"):
 assert os.path.exists("named-tensor-data.tensors") and not os.path.exists("named.pt.tensors")
 assert all(torch.equal(t, found[n]) and torch.equal(t, also[n]) for n, t in state_dict.items())
 
-# Use both contexts together, nested, and only in this thread.
+# Both contexts can be used together and nested. They affect only this thread.
 with tensorizer_saving("outer.tensors"), tensorizer_loading("outer.tensors", device="cpu"):
     with tensorizer_saving("inner.tensors", limit_cpu_concurrency=1):
         torch.save(state_dict, "x.pt")
@@ -293,7 +293,7 @@ assert torch.equal(deserializer["a"], torch.arange(5))
 
 
 def run(folder: Path, *programs: str, env: dict[str, str] | None = None) -> str:
-    """Runs each program in a fresh namespace of one process, where `tensorizer` is overwire."""
+    """Runs each program in a new namespace of one process in which `tensorizer` is overwire."""
     (folder / "transformers.py").write_text(TRANSFORMERS)
     check = "import tensorizer\nassert 'overwire' in tensorizer.__name__\n"
     for i, program in enumerate(programs):
@@ -308,7 +308,7 @@ def run(folder: Path, *programs: str, env: dict[str, str] | None = None) -> str:
 
 
 def test_examples(tmp_path: Path) -> None:
-    """All examples that need no bucket run, and the first two with a folder in place of the bucket."""
+    """All examples without a bucket run. The first two examples use a folder instead of the bucket."""
     bucket = f"BUCKET = {str(tmp_path / 'bucket')!r}\n"
     said = run(tmp_path, bucket + SERIALIZE, bucket + DESERIALIZE, ENCRYPTION, STATE_DICTS, TORCH_COMPAT, NUMPY)
     assert "Deserializing to" in said and "/s" in said and "Memory usage after: CPU" in said and "Output: " in said
@@ -322,7 +322,8 @@ def s3() -> Iterator[dict[str, Any]]:
 
 @pytest.mark.slow
 def test_examples_on_s3(tmp_path: Path, s3: dict[str, Any]) -> None:
-    """The examples with a bucket run with credentials in ~/.s3cfg and with credentials passed to open_stream."""
+    """The examples with a bucket run with credentials from ~/.s3cfg, and with credentials that are passed to
+    open_stream."""
     host = str(s3["endpoint_url"]).removeprefix("http://")
     home = tmp_path / "home"
     home.mkdir()

@@ -1,5 +1,5 @@
-"""Tests tensorizer's streams with real Redis and S3 servers, in both directions between overwire.compat.tensorizer and
-the reference, with refusals and interrupted writers."""
+"""Tests tensorizer's streams with real Redis and S3 servers. overwire.compat.tensorizer and the reference exchange
+files, requests are refused, and writers are interrupted."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def write(module: Any, to: Any, encryption: Any = None) -> None:
 
 @pytest.fixture(scope="module")
 def redis_at() -> Iterator[tuple[Any, str]]:
-    """Returns a client of the package redis, and the beginning of its URIs."""
+    """Yields a client of the package redis, and the beginning of its URIs."""
     client_of = pytest.importorskip("redis")
     with stores.redis(password=None) as (_, base):
         client = client_of.Redis(host=stores.HOST, port=int(base.rstrip("/").rpartition(":")[2]))
@@ -43,8 +43,8 @@ def redis_at() -> Iterator[tuple[Any, str]]:
         client.close()
 
 
-def test_redis_both_ways(redis_at: tuple[Any, str], tmp_path: Path) -> None:
-    """Each library loads the plain and encrypted files that either copies to Redis. So does overwire itself."""
+def test_files_are_exchanged_through_redis(redis_at: tuple[Any, str], tmp_path: Path) -> None:
+    """Each library, and overwire itself, loads the plain and encrypted files that either library copies to Redis."""
     client, base = redis_at
     for writer, encrypted in itertools.product((ours, theirs), (False, True)):
         key = f"{writer.__name__}.{encrypted}"
@@ -77,8 +77,8 @@ def test_redis_both_ways(redis_at: tuple[Any, str], tmp_path: Path) -> None:
         assert ow.verify(base + key, storage_options=options)["ok"]
 
 
-def test_to_redis_again(redis_at: tuple[Any, str], tmp_path: Path) -> None:
-    """An interrupted copy is resumed. A different file is refused, or replaces the stored one with force."""
+def test_a_copy_to_redis_is_resumed(redis_at: tuple[Any, str], tmp_path: Path) -> None:
+    """An interrupted copy is resumed. A different file is refused or, with force, replaces the stored file."""
     client, base = redis_at
     write(theirs, tmp_path / "a")
     one = ours.TensorDeserializer(tmp_path / "a", device="cpu", lazy_load=True)
@@ -103,7 +103,7 @@ def test_to_redis_again(redis_at: tuple[Any, str], tmp_path: Path) -> None:
 
 
 def test_redis_stream(redis_at: tuple[Any, str]) -> None:
-    """RedisStreamFile reads like a file: ranges, seeks, ends, and server errors."""
+    """RedisStreamFile reads like a file: ranges, seeks, ends, and errors of the server."""
     client, base = redis_at
     data = os.urandom(3_000_000)
     client.set("raw:a:0", data[:1000])
@@ -143,7 +143,7 @@ def test_redis_stream(redis_at: tuple[Any, str]) -> None:
 
 
 def test_save_to_redis(redis_at: tuple[Any, str]) -> None:
-    """save_file and convert write .tensors files to stores. The old file stays until the new one is complete."""
+    """save_file and convert write .tensors files to stores. The old file stays until the new file is complete."""
     _, base = redis_at
     tensors = {f"t{i}": torch.randn(n) for i, n in enumerate((5_000_000, 3, 4_200_000, 0, 1 << 20))}
     uri = base + "folder/model.tensors"
@@ -162,7 +162,7 @@ def test_save_to_redis(redis_at: tuple[Any, str]) -> None:
 
 
 def test_pipes(tmp_path: Path) -> None:
-    """A file can be read from a pipe, but not written to one."""
+    """A file can be read from a pipe, but not written to a pipe."""
     write(theirs, tmp_path / "x")
     begin, end = os.pipe()
     feeder = threading.Thread(target=lambda: (os.write(end, b""), _feed(end, (tmp_path / "x").read_bytes())))
@@ -182,7 +182,7 @@ def _feed(end: int, data: bytes) -> None:
 
 @pytest.mark.parametrize("module", [ours, theirs])
 def test_same_refusals(module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wrong modes, ranges, certificates and endpoints give the same errors with the same texts."""
+    """Wrong modes, ranges, certificates and endpoints give the same errors with the same messages."""
     io_ = module.stream_io
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setattr(io_, "_s3_default_config_paths", (str(tmp_path / "none"),))
@@ -207,7 +207,7 @@ def test_same_refusals(module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (tmp_path / "cfg").write_text("[default]\naccess_key = K\nsecret_key = S%x\nhost_base = h.example\nuse_https = False\n")
     (tmp_path / "half").write_text("[default]\naccess_key = K\n")
     (tmp_path / "empty").write_text("[other]\n")
-    if module is ours:  # the reference takes % as a placeholder
+    if module is ours:  # the reference reads % as a placeholder
         assert io_._infer_credentials(None, None, str(tmp_path / "cfg"))[1:] == ("h.example", "K", "S%x", False)
     assert io_._infer_credentials("", "")[2:4] == ("", "")
     with pytest.raises(ValueError, match="s3_secret_access_key was not provided"):
@@ -218,7 +218,7 @@ def test_same_refusals(module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert io_.CAInfo(cacert=str(tmp_path / "cfg")).curl_flags == ("--cacert", str(tmp_path / "cfg"))
 
 
-def test_where_s3_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_endpoints_and_credentials_of_s3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Endpoints and credentials come from arguments, .s3cfg, the environment, AWS's files and CoreWeave's defaults."""
     s3 = ours._s3
     for name in [n for n in os.environ if n.startswith("AWS_")]:
@@ -245,7 +245,7 @@ def test_where_s3_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert s3.url_of("s3://b/k", {"endpoint_url": "https://cwobject.com", "anon": True}) == "https://b.cwobject.com/k"
 
 
-# S3 with a real server.
+# Tests with S3 on a real server.
 
 
 @pytest.fixture(scope="module")
@@ -255,8 +255,11 @@ def s3_at() -> Iterator[tuple[dict[str, Any], Path]]:
 
 
 @pytest.mark.slow
-def test_s3_both_ways(s3_at: tuple[dict[str, Any], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Serialisers write to s3:// and deserialisers load from it, for each pair of libraries, by stream and by URI."""
+def test_exchanged_files_on_s3(
+    s3_at: tuple[dict[str, Any], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Serialisers write to s3:// and deserialisers load from there, for each pair of libraries, by stream and by
+    URI."""
     options, folder = s3_at
     given = {"s3_access_key_id": options["key"], "s3_secret_access_key": options["secret"], "s3_endpoint": options["endpoint_url"]}
     given["force_http"] = True
@@ -268,7 +271,7 @@ def test_s3_both_ways(s3_at: tuple[dict[str, Any], Path], tmp_path: Path, monkey
                 assert same(reader.TensorDeserializer(stream, device="cpu", verify_hash=True).tree())
         stream = ours.stream_io.open_stream(uri, begin=5, end=9, **given)
         assert stream.read() == (folder / writer.__name__ / "x.tensors").read_bytes()[5:9] and "X-Amz" not in repr(vars(stream)["_name"])
-    # By URI only, with credentials and endpoint from the environment.
+    # Only a URI is given. Credentials and endpoint are in the environment.
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", str(options["endpoint_url"]))
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", str(options["key"]))
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", str(options["secret"]))
@@ -284,14 +287,14 @@ def test_s3_both_ways(s3_at: tuple[dict[str, Any], Path], tmp_path: Path, monkey
     params = theirs.DecryptionParams.from_key(bytes(32))
     with theirs.TensorDeserializer("s3://models/ours.tensors", device="cpu", verify_hash=True, encryption=params) as de:
         assert torch.equal(de["b"], torch.ones(3))
-    # s3_upload and s3_download, and .s3cfg.
+    # Tests s3_upload and s3_download, and .s3cfg.
     (tmp_path / "file").write_bytes(b"bytes" * 1000)
     ours.stream_io.s3_upload(str(tmp_path / "file"), "s3://models/raw", options["key"], options["secret"], options["endpoint_url"])
     assert (folder / "raw").read_bytes() == b"bytes" * 1000
     gone = tmp_path / "gone.pem"
     gone.write_text("-----BEGIN CERTIFICATE-----")
     authorities = ours.stream_io.CAInfo(cacert=str(gone))
-    gone.unlink()  # not needed without TLS
+    gone.unlink()  # certificates are not needed without TLS
     url = ours.stream_io._s3_download_url("s3://models/raw", options["key"], options["secret"], options["endpoint_url"])
     with ours.stream_io.CURLStreamFile(url, certificate_handling=authorities) as got:
         assert len(got.read(1)) == 1
@@ -311,8 +314,8 @@ def test_s3_both_ways(s3_at: tuple[dict[str, Any], Path], tmp_path: Path, monkey
 
 
 @pytest.mark.slow
-def test_s3_writers_end(s3_at: tuple[dict[str, Any], Path], tmp_path: Path) -> None:
-    """A writer that is dropped, or still open at exit, writes its object. If writing fails, the old object stays."""
+def test_s3_writers_finish_their_objects(s3_at: tuple[dict[str, Any], Path], tmp_path: Path) -> None:
+    """If a writer is dropped, or still open at exit, it writes its object. If writing fails, the old object stays."""
     options, folder = s3_at
     program = f"""
 import overwire.compat.tensorizer as t, torch, gc

@@ -1,4 +1,4 @@
-"""Tests tensorizer's HTTP and S3 streams: headers, redirects, bodies that end early, changing objects, certificates,
+"""Tests tensorizer's HTTP and S3 streams: headers, redirects, bodies that end early, objects that change, certificates,
 interrupts and failed uploads."""
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from overwire.stores import ObjectReader, ObjectWriter
 DATA = np.random.default_rng(1).bytes(600_000)
 SECRET = {"Authorization": "Bearer SECRET", "X-Api-Key": "SECRET", "Cookie": "SECRET"}
 
-# The engine's first request.
+# The range of the engine's first request.
 OPENING = "bytes=0-262143"
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Serves DATA and its ranges, as its subclass says, and records requests."""
+    """Serves DATA and its ranges, calls `say` before each answer, and records requests."""
 
     protocol_version = "HTTP/1.1"
     asked: list[dict[str, str]]
-    say: Callable[[Handler, bytes], bool] | None  # True if it has already answered
+    say: Callable[[Handler, bytes], bool] | None  # returns True if it has answered the request
     tag: str = '"1"'
     data: bytes = DATA
 
@@ -105,8 +105,8 @@ def serving(say: Any = None, tls: ssl.SSLContext | None = None, **more: Any) -> 
 
 @pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
 def test_headers_stay_with_the_first_host(status: int) -> None:
-    """Headers for one server are never sent to another: not at first, not when the stream seeks back, and not by the
-    stream's conversions."""
+    """Headers for one server are never sent to another server: not in the first request, not when the stream seeks
+    back, and not when the stream is converted."""
     with contextlib.ExitStack() as stack:
         other, there = stack.enter_context(serving())
         first, here = stack.enter_context(serving(lambda h, _: h.redirect(other + "/x", status) or True))
@@ -123,7 +123,7 @@ def test_headers_stay_with_the_first_host(status: int) -> None:
 
 
 def test_headers_within_a_host() -> None:
-    """A redirect to another path of the same server keeps the headers."""
+    """If a redirect leads to another path of the same server, the headers are sent."""
 
     def say(h: Handler, _: bytes) -> bool:
         if h.path == "/x":
@@ -138,8 +138,8 @@ def test_headers_within_a_host() -> None:
 
 @pytest.mark.parametrize("ranges", [True, False], ids=["ranges", "one-get"])
 def test_headers_of_the_answer(ranges: bool, tmp_path: Path) -> None:
-    """The server's headers can be read, even repeated ones. Content-Length is the length of the stream. `cache_status`
-    of a file reports a cache's answer."""
+    """The server's headers can be read, even if they are repeated. Content-Length is the length of the stream.
+    `cache_status` of a file reports a cache's answer."""
     def say(h: Handler, data: bytes) -> bool:
         if not ranges:
             del h.headers["Range"]
@@ -157,7 +157,7 @@ def test_headers_of_the_answer(ranges: bool, tmp_path: Path) -> None:
             assert file.cache_status == "HIT" and torch.equal(file["a"], torch.arange(9))
 
 
-def test_same_ends() -> None:
+def test_reads_at_the_end_equal_the_references() -> None:
     """Reads at the end of a range, after it and past the object, and messages after closing, are as in the reference.
     The reference needs curl."""
     theirs = pytest.importorskip("tensorizer.stream_io")
@@ -203,7 +203,8 @@ def test_same_ends() -> None:
 
 @pytest.mark.parametrize("ranges", [True, False])
 def test_a_body_that_ends_early(ranges: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A truncated body is resumed. If every body is truncated, OSError is raised, and no read is short."""
+    """A truncated body is resumed. If every body is truncated, OSError is raised. A read never returns too few
+    bytes."""
     cuts = iter((1000, 0, 300_000))
     data = DATA * 4
 
@@ -232,7 +233,7 @@ def test_a_body_that_ends_early(ranges: bool, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("how", ["tag", "date", "size"])
 def test_an_object_that_changes(how: str) -> None:
-    """Seeking back reads the object that was opened, or raises an error."""
+    """If the object has changed, seeking back reads the object that was opened, or raises an error."""
     new = bytes(len(DATA) + (how == "size"))
     was = {"Last-Modified": "Mon, 01 Jan 2024 00:00:00 GMT"} if how == "date" else None
     now = {"Last-Modified": "Tue, 02 Jan 2024 00:00:00 GMT"} if how == "date" else None
@@ -259,7 +260,7 @@ def test_an_object_that_changes(how: str) -> None:
 
 
 def test_readers_that_seek(tmp_path: Path) -> None:
-    """ObjectReader can seek back in a local file, and detects a change. Several objects read as one cannot."""
+    """ObjectReader can seek back in a local file, and detects a change. It cannot seek back in several objects."""
     path = tmp_path / "x"
 
     def put(data: bytes, day: int) -> None:
@@ -294,7 +295,7 @@ def test_stalled_server(monkeypatch: pytest.MonkeyPatch) -> None:
         return True
 
     def opened(url: str) -> Any:
-        for timeout in (0.2, 2):  # on a busy machine opening may take longer
+        for timeout in (0.2, 2):  # on a busy machine, opening may take longer
             monkeypatch.setattr(stream_io, "_PATIENCE", {"timeout": timeout, "retries": 1})
             with contextlib.suppress(OSError):
                 return stream_io.open_stream(url)
@@ -326,7 +327,7 @@ except KeyboardInterrupt:
 
 @pytest.mark.parametrize("when", ["opening", "reading"])
 def test_interrupted(when: str) -> None:
-    """Ctrl-C ends opening and reading from a server that does not answer."""
+    """Ctrl-C ends the opening of a stream and reads from a server that does not answer."""
     silent, over = threading.Event(), threading.Event()
 
     def say(h: Handler, data: bytes) -> bool:
@@ -346,7 +347,7 @@ def test_interrupted(when: str) -> None:
                 assert process.stdout.readline() == "opened\n"
             assert silent.wait(60)
             process.send_signal(signal.SIGINT)
-            said, _ = process.communicate(timeout=60)  # without the signal it would wait for 90 s
+            said, _ = process.communicate(timeout=60)  # without the signal, the program would wait for 90 s
         finally:
             over.set()
             if process.poll() is None:
@@ -355,7 +356,7 @@ def test_interrupted(when: str) -> None:
     assert said == "interrupted\n" and process.returncode == 0
 
 
-# TLS.
+# Tests with TLS.
 
 
 @pytest.fixture(scope="module")
@@ -376,7 +377,7 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, ssl.SSLCo
 
 
 def test_certificates(authority: tuple[Path, ssl.SSLContext], monkeypatch: pytest.MonkeyPatch) -> None:
-    """CAInfo's three forms work. Variables are read when a stream is opened, and later connections use the same
+    """All three forms of CAInfo work. Variables are read when a stream is opened, and later connections use the same
     values."""
     folder, context = authority
     variables = ("SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE")
@@ -408,7 +409,7 @@ def test_certificates(authority: tuple[Path, ssl.SSLContext], monkeypatch: pytes
 
 
 def test_certificates_without_tls(authority: tuple[Path, ssl.SSLContext], tmp_path: Path) -> None:
-    """An http:// endpoint accepts all CAInfo forms, even without any certificate in them. A redirect to https uses
+    """An http:// endpoint accepts all forms of CAInfo, even without a certificate in them. A redirect to https uses
     them."""
     folder, context = authority
     (tmp_path / "empty").mkdir()
@@ -425,7 +426,7 @@ def test_certificates_without_tls(authority: tuple[Path, ssl.SSLContext], tmp_pa
             assert stream.read(5) == DATA[:5]
 
 
-def test_never_out_of_tls(authority: tuple[Path, ssl.SSLContext]) -> None:
+def test_redirects_from_https_to_http_are_refused(authority: tuple[Path, ssl.SSLContext]) -> None:
     """A redirect from https to http is refused."""
     _, context = authority
     with serving() as (plain, kind), serving(lambda h, _: h.redirect(plain) or True, context) as (url, _):
@@ -434,7 +435,7 @@ def test_never_out_of_tls(authority: tuple[Path, ssl.SSLContext]) -> None:
         assert not kind.asked
 
 
-# S3.
+# Tests with S3.
 
 
 def bare(monkeypatch: pytest.MonkeyPatch, home: Path, endpoint: str) -> None:
@@ -448,8 +449,8 @@ def bare(monkeypatch: pytest.MonkeyPatch, home: Path, endpoint: str) -> None:
 
 
 def test_public_buckets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without credentials, requests for an object are not signed, as a stream, from a stream and by URI. If credentials
-    are given, they are always used."""
+    """Without credentials, requests for an object are not signed: as a stream, from a stream, and by URI. Credentials
+    that are passed are always used."""
     serializer = TensorSerializer(tmp_path / "x.tensors")
     serializer.write_tensor(0, "a", 0, np.arange(1000))  # type: ignore[arg-type]
     serializer.close()
@@ -501,7 +502,7 @@ for stream in kept:
 
 
 def test_uploads_that_fail(tmp_path: Path) -> None:
-    """Closing reports a failed upload. At exit, a failed upload does not stop the others."""
+    """Closing a stream reports a failed upload. At exit, a failed upload does not stop other uploads."""
     kind = type("OneRefusing", (Refusing,), {"asked": [], "say": None})
     server = ThreadingHTTPServer(("127.0.0.1", 0), kind)
     threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -531,8 +532,8 @@ def test_uploads_that_fail(tmp_path: Path) -> None:
         server.server_close()
 
 
-def test_files_that_take_no_more() -> None:
-    """If writing fails in a file without a descriptor, the file's own error is raised."""
+def test_errors_of_a_callers_file() -> None:
+    """If a write to a file without a descriptor fails, the error of this file is raised."""
 
     class Full(io.BytesIO):
         def write(self, data: Any) -> int:
@@ -545,7 +546,7 @@ def test_files_that_take_no_more() -> None:
         serializer.write_tensor(0, "a", 0, np.zeros(1_000_000))  # type: ignore[arg-type]
 
 
-def test_the_engine_alone_reaches_stores() -> None:
+def test_only_the_engine_opens_connections() -> None:
     """No module opens its own connections, except distributed/group.py between ranks."""
     other = {"aiohttp", "boto3", "botocore", "ftplib", "http", "httpx", "requests", "socket", "ssl", "urllib3"}
     package = Path(ow.__file__).parent
@@ -560,7 +561,7 @@ def test_the_engine_alone_reaches_stores() -> None:
                 assert not name.startswith(("urllib.request", "urllib.error")), path
 
 
-def test_to_redis_of_a_file_that_is_cut_off(tmp_path: Path) -> None:
+def test_to_redis_refuses_a_truncated_file(tmp_path: Path) -> None:
     """If a file is shorter than its index says, no truncated value is stored."""
     path = tmp_path / "x.tensors"
     ow.save_file({"a": np.arange(40_000, dtype=np.int64), "b": np.arange(9.0)}, path)
@@ -580,8 +581,8 @@ def test_to_redis_of_a_file_that_is_cut_off(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("lazy", [False, True])
 def test_a_file_is_opened_and_indexed_once(tmp_path: Path, lazy: bool) -> None:
-    """A TensorDeserializer requests the beginning of a file once, whatever it loads. Its results are right, and an
-    unneeded key is refused by name."""
+    """A TensorDeserializer requests the beginning of a file once, whatever it loads. Its results are right. A key that
+    the file does not need is refused."""
     want = {f"t{n}": torch.randn(300 + n, 500) for n in range(5)}
     serializer = TensorSerializer(str(tmp_path / "x.tensors"))
     serializer.write_state_dict(want)

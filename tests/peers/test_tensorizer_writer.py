@@ -39,7 +39,7 @@ UNREADABLE = {
 
 
 def values(path: Path) -> list[float]:
-    """Returns the values of the tensor "a" of a file."""
+    """Returns the values of the tensor "a" in a file."""
     return list(ow.load_file(path, framework="np")["a"].tolist())
 
 
@@ -48,8 +48,8 @@ def hidden(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("array", UNREADABLE.values(), ids=UNREADABLE)
-def test_arrays_that_no_reader_has(array: np.ndarray, tmp_path: Path) -> None:
-    """An array of a dtype that cannot be read is refused as in the reference, but before anything is written."""
+def test_arrays_that_no_reader_supports_are_refused(array: np.ndarray, tmp_path: Path) -> None:
+    """If an array's dtype cannot be read, it is refused as in the reference, but before anything is written."""
     with pytest.raises((TypeError, ValueError)) as expected:
         theirs.TensorSerializer(tmp_path / "theirs").write_tensor(0, "x", theirs.TensorType.PARAM, array)
     with ours.TensorSerializer(tmp_path / "x.tensors") as serializer:
@@ -61,8 +61,9 @@ def test_arrays_that_no_reader_has(array: np.ndarray, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("unnamed", [True, False])
 def test_the_file_appears_when_it_is_closed(tmp_path: Path, unnamed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Until a writer is closed, its path has no file or the older file. Then it has the whole new file with the older
-    file's mode, and the folder has no other files. The writer that is closed last wins."""
+    """Until a writer is closed, its path has no file or the older file. Then it has the whole new file, with the mode
+    of the older file, and the folder has no other files. If there are several writers, the file of the last closed one
+    stays."""
     if not unnamed:
         plain = os.open
 
@@ -92,8 +93,8 @@ def test_the_file_appears_when_it_is_closed(tmp_path: Path, unnamed: bool, monke
     assert os.listdir(path.parent) == ["x.tensors"]
 
 
-def test_what_fails_leaves_the_older_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If a with block raises or a write fails, the older file stays and nothing else is in the folder."""
+def test_a_failed_write_leaves_the_older_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If a with block raises an error or a write fails, the older file stays, and the folder has no other files."""
     path = tmp_path / "x.tensors"
     with ours.TensorSerializer(path) as serializer:
         serializer.write_tensor(0, "a", PARAM, np.ones(3))
@@ -138,9 +139,11 @@ serializer.write_tensor(0, "a", 0, np.full(3, 2.0))
     [("", 2.0), ("os.kill(os.getpid(), signal.SIGKILL)", 1.0), ("raise KeyError", 1.0), ("os.fork() or sys.exit(); os.wait()", 2.0)],
     ids=["not closed", "killed", "exception", "forked"],
 )
-def test_how_a_process_ends(end: str, left: float, tmp_path: Path, torch_script: Callable[..., Any]) -> None:
+def test_writers_open_when_a_process_ends(
+    end: str, left: float, tmp_path: Path, torch_script: Callable[..., Any]
+) -> None:
     """A writer that is not closed writes its file at exit. If the process is killed or its program fails, the older
-    file stays and nothing else is in the folder. A forked child writes nothing."""
+    file stays, and the folder has no other files. A forked child writes nothing."""
     path = tmp_path / "x.tensors"
     with ours.TensorSerializer(path) as serializer:
         serializer.write_tensor(0, "a", PARAM, np.ones(3))
@@ -149,7 +152,7 @@ def test_how_a_process_ends(end: str, left: float, tmp_path: Path, torch_script:
 
 
 class _Copies(TorchFunctionMode):
-    """Records the strides of copies. Ignores pin_memory, so the test needs no GPU."""
+    """Records the strides of copies. Ignores pin_memory, so that the test needs no GPU."""
 
     def __init__(self) -> None:
         self.strides: list[tuple[Any, Any]] = []
@@ -160,7 +163,7 @@ class _Copies(TorchFunctionMode):
         return func(*args, **{name: value for name, value in (kwargs or {}).items() if name != "pin_memory"})
 
 
-def test_a_tensor_of_a_gpu_comes_down_in_the_order_of_its_memory() -> None:
+def test_a_gpu_tensor_is_copied_in_the_order_of_its_memory() -> None:
     """Even a transposed tensor is copied in the order of its memory, without a second tensor on the GPU."""
     dense = torch.arange(24.0).reshape(2, 3, 4)
     for tensor in (dense, dense.transpose(0, 2), dense[0, 0, 0], dense[:0]):

@@ -1,4 +1,4 @@
-"""Tests that safetensors items of the real torch_checkpointing are overwire files."""
+"""Tests that overwire reads safetensors items of the real torch_checkpointing, which also reads compressed items."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from torch_checkpointing.checkpoint_layout import LayoutInfo, SafetensorsSeriali
 from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig  # noqa: E402
 
 
-def test_its_files_are_read_compressed_and_loaded_by_it(tmp_path: Path) -> None:
-    """load_file reads a safetensors item. If it is compressed in place, torch_checkpointing's manager loads it under
-    patch_safetensors. The tensors of a torch.save item can be converted."""
+def test_items_are_read_compressed_and_loaded(tmp_path: Path) -> None:
+    """load_file reads a safetensors item. If the item is compressed in place, torch_checkpointing's manager loads it
+    under patch_safetensors. The tensors of a torch.save item can be converted."""
     torch.manual_seed(1)
     model = torch.nn.Linear(300, 200, dtype=torch.bfloat16)
     optimizer = torch.optim.AdamW(model.parameters())

@@ -1,5 +1,5 @@
-"""Calls the engine directly for the process tests, with JSON text and packed numbers. Calls that the tests do not vary
-go through `overwire._verbs`."""
+"""Calls the engine directly for the process tests, with JSON text and packed numbers. Uses `overwire._verbs` for calls
+with arguments that the tests do not vary."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def job_wait(job: int, timeout: Any) -> bool:
 
 
 def columns(job: int, timeout: float | None = None, raw: bool = False) -> Landed | None:
-    """Returns what has been loaded since the last call."""
+    """Returns the tensors that have been loaded since the last call."""
     from overwire.jobs import Landed
 
     made = core().take(job, timeout, TAKE_NEXT | (TAKE_RAW if raw else 0))

@@ -1,4 +1,4 @@
-"""Runs programs for test_process*.py in separate processes. The tests and their scripts import it."""
+"""Runs programs in separate processes for test_process*.py. Their scripts also import this module."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-# AddressSanitizer and emulators are much slower, so a tenth of the runs is done there.
+# AddressSanitizer and emulators are much slower, so tests make only a tenth of the runs there.
 FEWER = 10 if os.environ.get("OVERWIRE_TEST_SLOW") else 1
 
 PRELUDE = """
@@ -28,7 +28,7 @@ def run(
     source: str, *args: object, timeout: float = 240, rc: int | None = 0, small_quarantine: bool = False,
     cwd: Path | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """Runs Python source after PRELUDE in a fresh interpreter. small_quarantine is for sources that measure memory,
+    """Runs PRELUDE and then Python source in a fresh interpreter. small_quarantine is for sources that measure memory,
     because AddressSanitizer otherwise keeps freed memory."""
     env = {k: v for k, v in os.environ.items() if not k.startswith(("OVERWIRE_P", "PRELOAD"))}
     if small_quarantine and "ASAN_OPTIONS" in env:
@@ -47,7 +47,7 @@ def run(
 
 
 def write_plain(path: Path | str, tensors: dict[str, tuple[str, list[int], bytes]]) -> str:
-    """Writes a plain safetensors file without overwire from name -> (dtype, shape, bytes)."""
+    """Writes a plain safetensors file without overwire. `tensors` maps a name to (dtype, shape, bytes)."""
     at, header = 0, {}
     for name, (dtype, shape, data) in tensors.items():
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [at, at + len(data)]}
@@ -60,7 +60,7 @@ def write_plain(path: Path | str, tensors: dict[str, tuple[str, list[int], bytes
 
 
 def write_sparse(path: Path | str, size: int, count: int = 1) -> str:
-    """Writes a plain file with count U8 tensors of zeros that take no disk space."""
+    """Writes a plain file with count U8 tensors of zeros. The tensors take no disk space."""
     shapes = {f"w{i}": {"dtype": "U8", "shape": [size], "data_offsets": [i * size, (i + 1) * size]} for i in range(count)}
     text = json.dumps(shapes).encode()
     text += b" " * (-len(text) % 8)
@@ -70,7 +70,7 @@ def write_sparse(path: Path | str, size: int, count: int = 1) -> str:
     return str(path)
 
 
-BIG = 16 << 20, 4096  # arguments of write_sparse for the file of LongJob
+BIG = 16 << 20, 4096  # arguments of write_sparse for LongJob's file
 
 
 class LongJob:
@@ -84,7 +84,7 @@ class LongJob:
         address = ctypes.addressof((ctypes.c_char * size).from_buffer(self.memory))
         self.model = e.open_model(json.dumps({"uris": [path], "map": False}))
         requests = b"".join(struct.pack("=6q", i, address, 0, -1, 0, -1) for i in range(count))
-        # One worker leaves a core for the test on a machine with two.
+        # With one worker, the test has a core for itself on a machine with two cores.
         self.job = e.load_start(self.model, requests, '{"threads": 1}')
 
     def end(self) -> None:
@@ -113,10 +113,10 @@ def load(path: str, raw: bool = False) -> list[tuple[object, int]]:
 
 
 def child(body: Callable[[], None], limit: float = 60) -> int:
-    """Forks, runs body, and exits the child as a program exits. Returns its exit code, or 99 if it hung."""
+    """Runs body in a forked child, which exits like a program. Returns the exit code, or 99 if the child hung."""
     code = _child(body, limit)
     # Before LLVM 18, AddressSanitizer does not hold its own locks during a fork, so a child may inherit a locked one
-    # and hang. Without AddressSanitizer no child may hang.
+    # and hang. It then gets a second try. Without AddressSanitizer, a child must never hang.
     if code == 99 and FEWER > 1:
         code = _child(body, limit)
     return code
@@ -142,7 +142,7 @@ def threads() -> int:
     return len(os.listdir("/proc/self/task"))
 
 
-AT_FIRST = threads()  # one thread, and the emulator's own
+AT_FIRST = threads()  # one thread, plus the emulator's threads
 
 
 def rss() -> int:

@@ -1,4 +1,5 @@
-"""Runs loads and saves in the child of `refusing` and returns their results. test_refused_calls.py starts it."""
+"""Runs loads and saves in the child of `refusing` and returns their results. test_refused_calls.py starts this
+program."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from refusing import serve_tasks
 
 def _tensors(seed: int) -> dict[str, Any]:
     rng = np.random.default_rng(seed)
-    large = rng.normal(0, 0.02, 300_000).astype("f4")  # too large for the calling thread to write itself
+    large = rng.normal(0, 0.02, 300_000).astype("f4")  # too large to be written on the calling thread
     return {"large": large, "small": np.arange(seed, seed + 9), "none": np.zeros((0, 3), "f2")}
 
 
@@ -47,7 +48,8 @@ def _write(path: str, seed: int, kind: Any) -> None:
             file.write(bytes([seed + block]) * 100_000)
 
 
-# By kind: the file name, and the function that saves what `seed` determines to a path in a folder filled by `prepare`.
+# By kind: the file name, and a function (path, seed) that saves tensors of the seed. `prepare` makes the files it
+# reads.
 SAVES = {
     "plain": ("x.safetensors", lambda path, seed: ow.save_file(_tensors(seed), path)),
     "small": ("y.safetensors", lambda path, seed: ow.save_file({"small": np.arange(seed, seed + 9)}, path)),
@@ -63,7 +65,7 @@ SAVES = {
     "object": ("o.bin", lambda path, seed: _write(path, seed, ObjectWriter)),
 }
 
-# By kind: a function that reads from a folder and returns a digest.
+# By kind: a function that reads files of a folder and returns their digest.
 LOADS = {
     "load": lambda folder: _load(f"{folder}/source1.safetensors"),
     "load compressed": lambda folder: _load(f"{folder}/packed.safetensors"),
@@ -97,14 +99,14 @@ def prepare(folder: str) -> None:
 
 
 def save(kind: str, folder: str, seed: int) -> list[Any]:
-    """Saves and returns the outcome. Writers that act as open files may also raise OSError."""
+    """Runs a save and returns its outcome. Writers that act as open files may also raise OSError."""
     name, call = SAVES[kind]
     typed = OSError if kind in ("file", "object") else ow.OverwireError
     return _outcome(lambda: call(f"{folder}/{name}", seed) and None, (ow.OverwireError, typed))
 
 
 def content(kind: str, folder: str) -> list[Any]:
-    """Returns the digest of the tensors, or of the bytes, that a kind of save has written."""
+    """Returns the digest of the tensors or bytes that a kind of save has written."""
     path = f"{folder}/{SAVES[kind][0]}"
     if kind in ("tensorizer", "delta", "file", "object"):
         return ["done", hashlib.sha256(Path(path).read_bytes()).hexdigest()]
@@ -112,7 +114,7 @@ def content(kind: str, folder: str) -> list[Any]:
 
 
 def load(kind: str, folder: str) -> list[Any]:
-    """Loads and returns the outcome."""
+    """Runs a load and returns its outcome."""
     return _outcome(lambda: LOADS[kind](folder))
 
 

@@ -1,7 +1,7 @@
-"""Refuses system calls of a child process one at a time: the n-th call of a kind fails with a given errno.
+"""Makes system calls of a child process fail, one at a time: the n-th call of a kind fails with a given errno.
 
-A seccomp filter in the child, which needs no privileges, sends each call of these kinds to this process. This process
-allows the call or answers it. Calls of all threads are counted together, from the start of a task to its answer.
+A seccomp filter in the child, which needs no privileges, passes each call of these kinds to this process, which allows
+or refuses it. The calls of all threads are counted together, from the start of a task to its answer.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-# x86-64 numbers. clone, futex, getrandom and anonymous memory are left out, because Go's runtime ends the process if
-# they fail.
+# x86-64 numbers. clone, futex, getrandom and mappings of anonymous memory are missing, because Go's runtime ends the
+# process if they fail.
 CALLS = {
     "read": 0, "write": 1, "open": 2, "stat": 4, "fstat": 5, "lstat": 6, "lseek": 8, "mmap": 9, "pread64": 17,
     "pwrite64": 18, "readv": 19, "writev": 20, "access": 21, "mincore": 27, "madvise": 28, "dup": 32, "socket": 41,
@@ -43,7 +43,7 @@ CALLS = {
 _NAMES = {number: name for name, number in CALLS.items()}
 _WAKING = (CALLS["read"], CALLS["write"])
 
-# from linux/seccomp.h and linux/filter.h
+# Constants of linux/seccomp.h and linux/filter.h.
 _SET_NO_NEW_PRIVS, _SET_MODE_FILTER, _NEW_LISTENER, _WAIT_KILLABLE = 38, 1, 1 << 3, 1 << 5
 _ALLOW, _NOTIFY, _CONTINUE = 0x7FFF0000, 0x7FC00000, 1
 _RECEIVE, _SEND = 0xC0502100, 0xC0182101
@@ -55,8 +55,8 @@ class _Filter(ctypes.Structure):
 
 
 def refuse_calls(control: socket.socket) -> None:
-    """Installs the filter in the child, so that the parent answers its calls from now on. Raises OSError if the system
-    has no such filter."""
+    """Installs the filter in the child. From then on, the parent answers the child's calls. Raises OSError if the
+    system has no such filter."""
     numbers = sorted(set(CALLS.values()) - {CALLS["mmap"]})
     steps = [(0x20, 0, 0, 0)]  # the call number
     steps += [(0x15, 0, 2, CALLS["mmap"]), (0x20, 0, 0, 48), (0x15, len(numbers), len(numbers) + 1, 0xFFFFFFFF)]
@@ -69,7 +69,7 @@ def refuse_calls(control: socket.socket) -> None:
     for flags in (_NEW_LISTENER | _WAIT_KILLABLE, _NEW_LISTENER):
         listener = libc.syscall(_SECCOMP, _SET_MODE_FILTER, flags, ctypes.byref(program))
         if listener >= 0:
-            # From now on each call of these kinds waits for an answer.
+            # From here on, each call of these kinds waits for an answer.
             socket.send_fds(control, [b"listener"], [listener])
             return
     raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
@@ -79,8 +79,7 @@ class Refusal:
     """A child that runs tasks while chosen system calls fail."""
 
     def __init__(self, program: Path) -> None:
-        """Starts program, a file with a `main(control)` that calls `serve_tasks`. Raises OSError without such a
-        filter."""
+        """Starts program, a file that calls `serve_tasks`. Raises OSError if the system has no such filter."""
         self._control, other = socket.socketpair()
         self.process = subprocess.Popen(
             [sys.executable, str(program), str(other.fileno())], pass_fds=[other.fileno()], stderr=subprocess.PIPE,
@@ -123,7 +122,7 @@ class Refusal:
             os.close(self._listener)
 
     def _is_event(self, process: int, descriptor: int) -> bool:
-        # Go's runtime wakes its threads with an eventfd and ends the process if that fails.
+        # Go's runtime wakes its threads with an eventfd, and ends the process if this fails.
         try:
             return "eventfd" in os.readlink(f"/proc/{process}/fd/{descriptor}")
         except OSError:
@@ -144,10 +143,10 @@ class Refusal:
         self, task: Iterable[Any], call: str = "", at: int = 1, number: int = 0, *, lasts: bool = False,
         timeout: float = 60,
     ) -> Any:
-        """Runs a task and returns its answer. The at-th call of a kind fails with errno number, and with lasts also all
-        later calls.
+        """Runs a task and returns its answer. The at-th call of a kind fails with errno `number`. With lasts, all later
+        calls also fail.
 
-        Raises TimeoutError if the answer takes too long, and ConnectionError if the child has ended.
+        Raises TimeoutError if the answer takes too long, and ConnectionError if the child has exited.
         """
         self.refuse(call, at, number, lasts=lasts)
         self._control.settimeout(timeout)
@@ -164,7 +163,7 @@ class Refusal:
         return json.loads(answer)
 
     def refuse(self, call: str = "", at: int = 1, number: int = 0, *, lasts: bool = False) -> None:
-        """Restarts counting and refuses calls as `run` does until the next task ends. Without a kind, all calls are
+        """Restarts the counts, and refuses calls like `run` until the next task ends. Without a kind, all calls are
         allowed."""
         with self._lock:
             self._counts.clear()
@@ -185,7 +184,7 @@ class Refusal:
 
 
 def serve_tasks(number: int, programs: dict[str, Any]) -> None:
-    """Runs requested programs in the child until the parent ends."""
+    """Runs the requested programs in the child until the parent exits."""
     control = socket.socket(fileno=number)
     try:
         refuse_calls(control)

@@ -1,4 +1,4 @@
-"""Tests that forked children, such as DataLoader workers, read local files although the engine runs in their parent."""
+"""Tests that forked children, such as DataLoader workers, read local files while the engine runs in their parent."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import overwire
 import pytest
 from overwire.model.forked import is_compressed
 
-# Reads through every safetensors function. `opened` holds files opened in the parent.
+# Reads with every safetensors function. The parent has opened the files in `opened`.
 WORKER = """
 import sys
 import overwire as ow, safetensors, safetensors.numpy, safetensors.torch, torch
@@ -59,7 +59,7 @@ def check(plain, packed, opened, patched):
         except kind:
             continue
         raise AssertionError(wrong)
-    safetensors.torch.save_file({"w": want}, plain + ".out")  # safetensors itself writes
+    safetensors.torch.save_file({"w": want}, plain + ".out")  # safetensors' own code writes
     assert torch.equal(safetensors.torch.load(safetensors.torch.save({"w": want}))["w"], want)
     return 1
 
@@ -105,14 +105,14 @@ def run(patched):
 
 run(False)
 with ow.patch_safetensors():
-    ow_read = safetensors.torch.load_file("c.safetensors")  # the engine reads here
+    ow_read = safetensors.torch.load_file("c.safetensors")  # this read uses the engine
     assert torch.equal(ow_read["w"], tensors["w"])
     opened["patched"] = safetensors.safe_open("plain dir/p.safetensors", "pt")
     opened["patched numpy"] = safetensors.safe_open("plain dir/p.safetensors", "np")
     run(True)
     assert torch.equal(safetensors.safe_open("c.safetensors", "pt").get_tensor("w"), tensors["w"])
 
-# A replaced file is not the opened one.
+# After it is replaced, the file is not the file that was opened.
 ow.save_file({"w": torch.zeros(3, 4), "b": torch.ones(2)}, "plain dir/p.safetensors", compress=False)
 child = os.fork()
 if child == 0:
@@ -126,9 +126,9 @@ print("ok")
 """
 
 
-def test_workers_of_a_data_loader(tmp_path: Path, torch_script) -> None:
-    """Every way to read a plain file works in a forked worker, with or without the patch. overwire's functions also
-    read a compressed file."""
+def test_data_loader_workers_read_files(tmp_path: Path, torch_script) -> None:
+    """A forked worker can read a plain file in every way, with or without the patch. overwire's functions can also read
+    a compressed file."""
     pytest.importorskip("safetensors")
     (tmp_path / "worker.py").write_text(WORKER)
     (tmp_path / "plain dir").mkdir()
@@ -168,8 +168,8 @@ held["asleep"].wake()
 """
 
 
-def test_a_container_is_known_however_its_name_is_spelled(tmp_path: Path) -> None:
-    """A container is recognised even if its header has characters as JSON escapes, with and without the engine."""
+def test_a_container_is_recognised_in_every_spelling(tmp_path: Path) -> None:
+    """A container is recognised even if its header spells characters as JSON escapes, with and without the engine."""
     path = tmp_path / "m.safetensors"
     overwire.save_file({"w": np.zeros(9000, np.float32)}, path)
     data = path.read_bytes()
@@ -180,15 +180,15 @@ def test_a_container_is_known_however_its_name_is_spelled(tmp_path: Path) -> Non
     assert is_compressed(path) is False
 
 
-def test_what_a_child_drops_is_the_parents(torch_script) -> None:
-    """Objects that a child drops print nothing, and the parent can still use them."""
+def test_objects_that_a_child_drops_stay_usable_in_the_parent(torch_script) -> None:
+    """If a child drops objects, nothing is printed, and the parent can still use the objects."""
     done = torch_script(DROPPING)
     assert not done.stderr, done.stderr
 
 
-def test_a_child_of_an_engine_that_starts_is_refused(torch_script) -> None:
-    """The engine starts while the tensors' framework is prepared. A child forked before the engine has answered knows
-    that it is a child, and the parent continues."""
+def test_a_child_that_is_forked_while_the_engine_starts_is_refused(torch_script) -> None:
+    """Ctrl-C interrupts a call after the engine was mapped and before it has started. A child that is forked then is
+    refused, and the parent continues."""
     torch_script(
         """
 import os, sys
@@ -224,8 +224,8 @@ assert ow.load_file("m")["a"].tolist() == [1, 1, 1]
 
 
 def test_wrong_arguments_leave_the_engine_closed(torch_script) -> None:
-    """An invalid source, one without a file name, and invalid option values are refused before the engine starts, so
-    that the program can still fork."""
+    """A source that is invalid or has no file name, and invalid option values, are refused before the engine starts.
+    The program can still fork."""
     torch_script(
         """
 import inspect, os
@@ -271,9 +271,9 @@ assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     )
 
 
-def test_a_group_of_the_parent_is_refused_to_a_child(torch_script) -> None:
-    """A forked child that uses its parent's process group is refused immediately, even if the parent never started the
-    engine. A group that the child creates works."""
+def test_a_child_cannot_use_its_parents_group(torch_script) -> None:
+    """If a forked child uses its parent's process group, it is refused immediately, even if the engine never started. A
+    group that the child creates works."""
     torch_script(
         """
 import os
@@ -306,7 +306,7 @@ dist.destroy_process_group()
 
 
 LOCKS = r"\b(?:Lock|RLock|Condition|Semaphore|BoundedSemaphore|Barrier|allocate_lock)\((?!new_lock\(\)\))"
-# Modules with other locks, and the reasons.
+# Modules that create locks by themselves, and the reasons.
 OTHER_LOCKS = {
     "_engine.py": "daemon threads wait for it at exit",
     "_locks.py": "creates all locks",
@@ -314,8 +314,8 @@ OTHER_LOCKS = {
 }
 
 
-def test_locks_are_made_in_one_place() -> None:
-    """Every lock of the package is replaced in a forked child."""
+def test_every_lock_is_replaced_in_a_child() -> None:
+    """Locks are created in one module, which replaces them in a forked child. The list has the exceptions."""
     folder = Path(overwire.__file__).parent
     makers = {
         str(path.relative_to(folder)) for path in folder.rglob("*.py") if re.search(LOCKS, path.read_text(encoding="utf-8"))
@@ -329,11 +329,11 @@ import torch, overwire as ow
 from overwire import _locks
 
 def held_by_a_thread(more):
-    '''Starts a thread that holds every lock and those of `more`. Returns a function that ends it.'''
+    '''Starts a thread that holds all locks and those of `more`. Returns a function that ends the thread.'''
     ready, leave = threading.Event(), threading.Event()
     def hold():
         locks = [lock for lock in (reference() for reference in list(_locks._locks)) if lock is not None] + list(more)
-        locks = [lock for lock in locks if lock.acquire(blocking=False)]  # other threads hold the rest
+        locks = [lock for lock in locks if lock.acquire(blocking=False)]  # other threads hold the other locks
         ready.set()
         leave.wait()
         for lock in locks:
@@ -347,7 +347,7 @@ def held_by_a_thread(more):
     return end
 
 def in_child(work, *more):
-    '''Runs work in a child that is forked while a thread holds every lock, for at most ten seconds.'''
+    '''Runs work in a child that is forked while a thread holds all locks, for at most ten seconds.'''
     end = held_by_a_thread(more)
     child = os.fork()
     if not child:
@@ -399,7 +399,7 @@ def take_all():
         raise AssertionError(refused)
 
 assert in_child(take_all) == 0
-with locks["overwire.jobs._lock"]:  # as if a signal handler forked here: the child must release its lock
+with locks["overwire.jobs._lock"]:  # as if a signal handler forked here, the child must release the lock
     child = os.fork()
 if not child:
     os._exit(0 if ow.last_report() else 1)
@@ -409,8 +409,8 @@ assert ow.load_file("m")["a"].tolist() == [1, 1, 1]
 
 
 def test_no_module_waits_for_a_lock_of_the_parent(torch_script) -> None:
-    """If another thread of the parent holds the locks of all modules during the fork, the child reads plain files and
-    other calls are refused without waiting."""
+    """If another thread of the parent holds the locks of all modules during a fork, the child can read plain files.
+    Other calls are refused without waiting."""
     torch_script(HOLDING + MODULES)
 
 
@@ -443,7 +443,7 @@ def offloaded():
 
 def saving():
     leave = threading.Event()
-    def watch(now):  # keeps its thread waiting
+    def watch(now):  # keeps the save's thread waiting
         if threading.current_thread() is not threading.main_thread():
             leave.wait()
     made = ow.save_file(tensors, "saved.safetensors", wait=False, progress=watch)
@@ -481,7 +481,7 @@ def serializer():
     made.write_tensor(0, "a", 0, torch.ones(30))
     return made
 
-# Functions by name: make the object, read it, end it, and use it in the parent afterwards.
+# By name, four functions: make the object, read it, end it, and use it in the parent afterwards.
 refused = (ow.ForkedError, ValueError)  # ValueError for a closed file
 objects = {
     "stream": (lambda: ow.stream("m.safetensors"), next, lambda it: it.close(), lambda it: len(list(it)) == 20),
@@ -536,8 +536,8 @@ assert in_child(lambda: saved.wait() and saved.cancel(), saved._ended._cond) == 
 
 
 def test_no_object_waits_for_a_lock_of_the_parent(torch_script) -> None:
-    """If another thread of the parent holds all locks, the child gets an error from reads through the parent's objects
-    and can close them without waiting. The parent can still use them."""
+    """If another thread of the parent holds all locks during a fork, the child gets an error when it reads through the
+    parent's objects, and can close them without waiting. The parent can still use them."""
     done = torch_script(HOLDING + OBJECTS)
     assert all("decodes compressed files slowly" in line or line.startswith("  ") for line in done.stderr.splitlines()), done.stderr
 
@@ -565,7 +565,7 @@ for name, end in ends.items():
 """
 
 
-def test_what_a_child_closes_is_not_written_twice(script) -> None:
-    """Data that a file has buffered in the parent is written once, by the parent."""
+def test_buffered_data_is_written_once(script) -> None:
+    """Data that the parent has buffered in a file is written once, by the parent, even if a child closes the file."""
     done = script(WRITERS)
     assert not done.stderr, done.stderr

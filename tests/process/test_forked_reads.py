@@ -1,4 +1,4 @@
-"""Tests reads in forked children without the engine, which runs in their parent."""
+"""Tests reads in forked children. They cannot use the engine, which runs in their parent."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ tensors = {
 some = {name: tensors[name] for name in ("f32", "bf16", "i64")}
 cuts = [(slice(7, None, 3),), (slice(None, None, -1), slice(5, 170)), (slice(None), slice(None, None, -2)), (3,), (Ellipsis, slice(1, 179))]
 
-def facts(tensor):  # uses none of torch's threads in a child
+def facts(tensor):  # uses no thread of torch, because a child has none
     return tensor.dtype, tensor.shape, tensor.view(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
 
-def cut_facts(tensor, cut):  # torch does not support negative steps
+def cut_facts(tensor, cut):  # numpy cuts, because torch does not support negative steps
     words = tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
     return facts(torch.from_numpy(words.numpy()[cut].copy()).view(tensor.dtype))
 
@@ -55,7 +55,7 @@ def check(kind):
         got = ow.load_file(source, framework="pt")
         assert list(got) == order[kind] or source in whole
         assert {name: facts(tensor) for name, tensor in got.items()} == wanted
-        got["small"].zero_()  # it belongs to the caller
+        got["small"].zero_()  # the tensor belongs to the caller
     assert {name: facts(tensor) for name, tensor in ow.load_file(one, framework="pt", dtype="float16").items()} == halves
     assert list(ow.load_file(whole[0], keys=["i64", "f32"], framework="pt")) == ["i64", "f32"]
     assert [name for name, _ in ow.stream(one, framework="pt", in_order=True)] == order[kind]
@@ -97,9 +97,9 @@ for kind in ("plain", "packed"):
 """
 
 
-def test_after_torch_has_made_its_threads(torch_script) -> None:
-    """A forked child reads plain and compressed files and folders whole, cut, cast, into modules and as a stream, even
-    though the parent's torch threads do not exist in it."""
+def test_reads_after_torch_has_started_its_threads(torch_script) -> None:
+    """A forked child has none of torch's threads. It reads plain and compressed files and folders whole, by slices,
+    cast, into modules and as a stream."""
     torch_script(AFTER_TORCH)
 
 
@@ -143,7 +143,7 @@ assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_a_folder_is_read_whole_or_not_at_all(script) -> None:
-    """A child reads the files of an index.json, or a complete set of shards. Any other folder raises an error."""
+    """A child reads the files of an index.json or a complete set of shards. It refuses any other folder."""
     script(FOLDERS)
 
 

@@ -1,5 +1,5 @@
-"""Tests KeyboardInterrupt at the entry of every overwire function that the use of an object calls, one at a time.
-Nothing stays open or half written, no thread keeps running, and the next use works."""
+"""Tests KeyboardInterrupt at the start of every overwire function that is called while an object is used, one function
+at a time. Nothing stays open or half written, no thread keeps running, and the object can be used again."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ LIVES = {
 }
 
 class Interrupt:
-    '''Raises KeyboardInterrupt when function number at of overwire is entered.'''
+    '''Raises KeyboardInterrupt when the function with number `at` starts.'''
     def __init__(self, at):
         self.at, self.count = at, 0
 
@@ -101,7 +101,7 @@ class Interrupt:
             raise KeyboardInterrupt
 
 def under_finalizer(frame):
-    # Python drops an interrupt in a finalizer.
+    # Python discards an interrupt in a finalizer.
     while frame is not None:
         if frame.f_code.co_name in ("__del__", "<lambda>"):
             return True
@@ -115,7 +115,7 @@ def target_of(number):
     try:
         return os.readlink(f"/proc/self/fd/{number}")
     except OSError:
-        return None  # the descriptor of the listing
+        return None  # listing the folder opened this descriptor, now closed
 
 life, after = LIVES[os.environ["LIFE"]]
 complaints = []
@@ -143,7 +143,7 @@ for at in range(1, counting.count + 1, max(1, counting.count // 150)):
         sys.settrace(None)
     gc.collect()
     after()
-    until = time.monotonic() + 20  # a dropped load ends in the background
+    until = time.monotonic() + 20  # a load that was dropped ends in the background
     while (opened() != before or threading.active_count() > 1) and time.monotonic() < until:
         time.sleep(0.001)
     assert opened() == before, (at, opened(), before)
@@ -162,7 +162,7 @@ after()
     ],
 )  # fmt: skip
 def test_an_interrupt_at_every_function(torch_script, life: str) -> None:
-    """An interrupt at any function releases everything created until then, and the object can be created again."""
+    """After an interrupt at the start of any function, everything is released, and the object can be created again."""
     torch_script(INTERRUPTING, LIFE=life)
 
 
@@ -177,8 +177,8 @@ next(batches)
 """
 
 
-def test_a_batch_that_is_open_at_the_exit(torch_script) -> None:
-    """If the interpreter exits during a ParallelLoader's iteration, it does not wait for an ended thread."""
+def test_exit_with_an_open_batch(torch_script) -> None:
+    """If the interpreter exits while a ParallelLoader is iterated, it does not wait for a thread that has ended."""
     assert not torch_script(EXITING).stderr
 
 
@@ -189,7 +189,7 @@ from overwire.compat import fastsafetensors as fst
 names = ["a", "b", "c"]
 for name in names:
     ow.save_file({name: torch.ones(9)}, name)
-# The thread has the first batch and waits for the next, which does not arrive before the loader is closed.
+# The thread has the first batch and waits for the second, which does not arrive before the loader is closed.
 loader = fst.ParallelLoader(None, names, use_tqdm_on_load=False, device="cpu")
 reads, waits, results = loader._load_single_batch, threading.Event(), []
 def read_after(batch):
@@ -213,7 +213,7 @@ loader.close()
 thread.join(60)
 assert not thread.is_alive() and results[0] == "a" and results[1:] in (["CancelledError"], ["OSError"]), results
 assert list(loader.iterate_weights()) == []
-# One iteration at a time.
+# Only one iteration at a time is allowed.
 loader = fst.ParallelLoader(None, names, use_tqdm_on_load=False, device="cpu")
 first = loader.iterate_weights()
 assert next(first)[0] == "a"
@@ -229,6 +229,6 @@ assert [name for name, _ in loader.iterate_weights()] == names
 
 
 def test_a_loader_that_another_thread_closes(torch_script) -> None:
-    """A thread that waits for a ParallelLoader's batch continues when another thread closes the loader. A second
-    iteration at the same time is refused."""
+    """If a thread closes a ParallelLoader, another thread that waits for a batch continues. A second iteration at the
+    same time is refused."""
     torch_script(CLOSING)

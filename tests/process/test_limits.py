@@ -1,4 +1,4 @@
-"""Tests that calls in a process without enough resources succeed or raise a typed error, and never end the process."""
+"""Tests that calls in a process with too few resources succeed or raise a typed error, and never end the process."""
 
 from __future__ import annotations
 
@@ -56,9 +56,9 @@ assert os.listdir(os.path.dirname(target)) == [os.path.basename(target)]
     )
 
 
-def test_an_engine_for_which_no_descriptor_is_left(tmp_path: Path) -> None:
-    """If no descriptor is left, starting the engine raises IOFailure with the system's errno, and a later call starts
-    it."""
+def test_the_engine_starts_without_free_descriptors(tmp_path: Path) -> None:
+    """If no descriptor is free, starting the engine raises IOFailure with the system's errno. A later call starts the
+    engine."""
     source = write_plain(tmp_path / "a.safetensors", {"x": ("U8", [1 << 16], bytes(1 << 16))})
     run(
         """
@@ -107,7 +107,8 @@ assert failed[0] == 1 and failed[-1] == 0 and set(failed) == {0, 1}, failed
 
 
 def test_first_call_with_few_threads(tmp_path: Path) -> None:
-    """With any limit on threads (`ulimit -u`), the first call succeeds or raises a MemoryError that names the limit."""
+    """With any limit on threads (`ulimit -u`), the first call succeeds, or raises a MemoryError that names the
+    limit."""
     source = write_plain(tmp_path / "a.safetensors", {"x": ("U8", [1 << 16], bytes(1 << 16))})
     program = """
 import os, resource, sys
@@ -144,7 +145,7 @@ from overwire import stores
 folder = sys.argv[1]
 tensors = {"x": np.arange(1 << 16, dtype="f4"), "y": np.arange(9)}
 def wrote(name, write):
-    for _ in range(2):  # first a new file, then one that replaces it
+    for _ in range(2):  # the second write replaces the file
         write(folder + name)
         assert os.path.exists(folder + name), name
 def stream(path):
@@ -184,7 +185,7 @@ import ctypes, struct
 # x86-64: fadvise64, fallocate, preadv2, renameat2, memfd_create, copy_file_range, statx, io_uring_setup, openat2,
 # cachestat, getxattr, prlimit64, sync_file_range, mbind
 refused = [221, 285, 327, 316, 319, 326, 332, 425, 437, 451, 191, 302, 277, 237]
-code = struct.pack("HBBI", 0x20, 0, 0, 0)  # the call's number
+code = struct.pack("HBBI", 0x20, 0, 0, 0)  # the number of the system call
 for at, number in enumerate(refused):
     code += struct.pack("HBBI", 0x15, len(refused) - at, 0, number)
 code += struct.pack("HBBI", 0x06, 0, 0, 0x7FFF0000) + struct.pack("HBBI", 0x06, 0, 0, 0x00050000 | 38)  # ENOSYS
@@ -196,13 +197,14 @@ assert libc.prctl(38, 1, 0, 0, 0) == 0 and libc.prctl(22, 2, ctypes.byref(Progra
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the system call numbers are those of x86-64")
-def test_writers_of_an_old_system(tmp_path: Path) -> None:
-    """Every writer and reader works if newer and rarer system calls are refused, as by old kernels and sandboxes."""
+def test_writers_on_an_old_system(tmp_path: Path) -> None:
+    """Every writer and reader works if the system refuses rare and newer system calls, like old kernels and
+    sandboxes."""
     run(REFUSED_CALLS + EVERY_WRITER, tmp_path)
 
 
-def test_errors_have_the_number_of_the_system(tmp_path: Path) -> None:
-    """An OSError has the system's errno, even after pickling, so that a full disk can be distinguished."""
+def test_errors_have_the_systems_errno(tmp_path: Path) -> None:
+    """An OSError has the system's errno, even after pickling, so that programs can recognise a full disk."""
     run(
         """
 import errno, pickle, resource
@@ -224,11 +226,11 @@ assert os.listdir(folder) == []
     )
 
 
-def test_errors_of_python_have_the_number_of_the_system(
+def test_errors_of_python_code_have_the_systems_errno(
     torch_script: Callable[..., subprocess.CompletedProcess[str]],
 ) -> None:
-    """System errors raised in Python code also have errno and file name, even after another process has sent them and a
-    rank has added its name."""
+    """System errors from Python code also have errno and file name, even after another process has sent them and a rank
+    has added its name."""
     torch_script(
         """
 import concurrent.futures, errno, multiprocessing, os, pickle, resource

@@ -1,4 +1,4 @@
-"""Tests saves to file systems that lack a system call, simulated by a seccomp filter."""
+"""Tests saves to file systems that lack a system call. A seccomp filter simulates them."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ SAVES = {
 }
 
 def in_child(body, *args):
-    # This process starts no engine, so each child has a separate one.
+    # This process starts no engine, so each child has its own.
     child = os.fork()
     if child == 0:
         try:
@@ -80,7 +80,7 @@ def save_all():
 def replace_all(call, code, error, says):
     os.chdir("new")
     if call == "pwrite":
-        del SAVES["stream"]  # writes in order
+        del SAVES["stream"]  # stream writes in order, without pwrite
     before = sorted(os.listdir())
     refuse_calls(NUMBERS[call], code)
     for name, (save, load) in SAVES.items():
@@ -114,8 +114,8 @@ for call, code, error, says in (
 
 
 def test_file_systems_that_lack_a_call(torch_script: Callable[..., subprocess.CompletedProcess[str]]) -> None:
-    """Without ftruncate, fsync or fchmod, files, sets, bundles and checkpoints are saved. Without pwrite or rename, an
-    error says so, the old files stay and no others are left."""
+    """Without ftruncate, fsync or fchmod, files, sets, bundles and checkpoints can be saved. Without pwrite or rename,
+    a save raises an error that says so, the old files stay, and no other file is left."""
     if not NUMBERS:
         pytest.skip(f"the system call numbers of {platform.machine()} are not known")
     done = torch_script(f"NUMBERS = {NUMBERS}\n{PROGRAM}", check=False)

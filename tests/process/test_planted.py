@@ -1,4 +1,4 @@
-"""Tests files, links and folders that another user has planted where overwire reads or writes. SECURITY.md has the
+"""Tests files, links and folders that another user has put where overwire reads or writes. SECURITY.md has the
 rules."""
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def shared(tmp_path: Path) -> Path:
 @needs_root
 @pytest.mark.parametrize("link", ["file", "folder"])
 def test_links_of_others_are_not_followed(tmp_path: Path, shared: Path, link: str) -> None:
-    """Writers do not follow another user's link, at the end of the path or inside it."""
+    """Writers do not follow another user's link, neither at the end of a path nor inside it."""
     home = tmp_path / "home"
     home.mkdir()
     (home / "out").write_text("mine")
@@ -51,7 +51,7 @@ def test_links_of_others_are_not_followed(tmp_path: Path, shared: Path, link: st
         FileWriter(str(target))
     with pytest.raises(ow.AccessError, match=f"belongs to user {STRANGER}"):
         places.Place(target, None, True)
-    if link == "file":  # for links inside the path the engine relies on the kernel's rule
+    if link == "file":  # for links inside a path, the engine relies on the kernel's check
         with pytest.raises(ow.AccessError, match=f"belongs to user {STRANGER}"):
             ow.save_file({"w": torch.ones(3)}, target)
         with pytest.raises(ow.AccessError, match=f"belongs to user {STRANGER}"):
@@ -60,7 +60,7 @@ def test_links_of_others_are_not_followed(tmp_path: Path, shared: Path, link: st
 
 
 def test_own_links_are_followed(tmp_path: Path, shared: Path) -> None:
-    """The user's own links in such a folder are followed. Relative links, chains and ".." are resolved as by the
+    """The user's own links in such a folder are followed. Relative links, chains of links and ".." resolve like in the
     kernel."""
     (tmp_path / "home/deep").mkdir(parents=True)
     (shared / "one").symlink_to("two")
@@ -74,7 +74,7 @@ def test_own_links_are_followed(tmp_path: Path, shared: Path) -> None:
 
 
 def test_an_open_file_without_a_name(tmp_path: Path) -> None:
-    """Writing to a /proc path of a memfd or a deleted file is refused. An open file with a name is written under that
+    """Writing to the /proc path of a memfd or a deleted file is refused. An open file with a name is written under this
     name."""
     numbers = [os.memfd_create("x"), os.open(tmp_path, os.O_TMPFILE | os.O_RDWR)]
     named = os.open(tmp_path / "named", os.O_CREAT | os.O_RDWR)
@@ -92,8 +92,8 @@ def test_an_open_file_without_a_name(tmp_path: Path) -> None:
     assert ow.load_file(tmp_path / "named")["w"].sum() == 3
 
 
-def test_an_index_that_leads_nowhere(tmp_path: Path) -> None:
-    """A link to itself under the index's name does not make a save fail."""
+def test_an_index_that_links_to_itself(tmp_path: Path) -> None:
+    """A save works even if the name of its index is a link to itself."""
     index = tmp_path / "m.safetensors.index.json"
     index.symlink_to(index.name)
     ow.save_file({"w": torch.ones(3)}, tmp_path / "m.safetensors")
@@ -101,8 +101,8 @@ def test_an_index_that_leads_nowhere(tmp_path: Path) -> None:
 
 
 @needs_root
-def test_a_link_that_comes_and_goes(tmp_path: Path, shared: Path) -> None:
-    """Another user's link is never followed, even if it appears and disappears all the time."""
+def test_a_link_that_appears_and_disappears(tmp_path: Path, shared: Path) -> None:
+    """Another user's link is never followed, even if the link appears and disappears all the time."""
     program = """
 import os, sys
 path, to = sys.argv[1:]
@@ -125,7 +125,7 @@ while True:
 
 
 def refuses(path: str) -> bool:
-    """Returns whether the path is refused now as another user's link."""
+    """Returns whether the path is refused as another user's link at this moment."""
     try:
         assert resolve_links(path) == path
     except ow.AccessError:
@@ -134,7 +134,7 @@ def refuses(path: str) -> bool:
 
 
 @needs_root
-def test_a_strangers_index_gives_no_mode(shared: Path) -> None:
+def test_another_users_index_does_not_set_the_mode(shared: Path) -> None:
     """Another user's index does not change the owner or mode of a new file."""
     index = shared / "m.safetensors.index.json"
     index.write_text('{"weight_map": {"w": "m.safetensors"}}')
@@ -146,8 +146,9 @@ def test_a_strangers_index_gives_no_mode(shared: Path) -> None:
 
 
 @needs_root
-def test_a_checkpoint_in_a_strangers_folder(shared: Path) -> None:
-    """A checkpoint is not written to a folder that another user has created for it, and that folder stays unchanged."""
+def test_a_checkpoint_in_another_users_folder(shared: Path) -> None:
+    """If another user has created a folder with the name of a save's temporary folder, no checkpoint is written to it,
+    and the folder does not change."""
     planted = [shared / ".c.partial", shared / ".c.partial-01234567"]
     for folder in planted:
         folder.mkdir()
@@ -162,8 +163,9 @@ def test_a_checkpoint_in_a_strangers_folder(shared: Path) -> None:
 
 
 @needs_root
-def test_prepared_state_below_a_strangers_folder(shared: Path) -> None:
-    """A folder is refused for prepared state if another user owns its parent and could replace it."""
+def test_prepared_state_below_another_users_folder(shared: Path) -> None:
+    """A folder for prepared state is refused if another user owns its parent, because this user could replace the
+    folder."""
     (shared / "theirs/prepared").mkdir(parents=True, mode=0o700)
     (shared / "theirs/prepared").chmod(0o700)
     strangers(shared / "theirs")
@@ -172,9 +174,9 @@ def test_prepared_state_below_a_strangers_folder(shared: Path) -> None:
     assert keep_files.ensure_folder(str(shared / "mine"))
 
 
-def test_modules_beside_a_model_are_not_imported(tmp_path: Path) -> None:
-    """The command and the processes that it starts run no Python file in the working folder. test_distributed.py also
-    tests it with ranks."""
+def test_modules_in_the_working_folder_are_not_imported(tmp_path: Path) -> None:
+    """The command and the processes that it starts run no Python file of the working folder. test_distributed.py tests
+    this with ranks."""
     torch.save({"w": torch.ones(3)}, tmp_path / "model.bin")
     words = [*processes.plant_modules(tmp_path), "compress", "model.bin", "-o", "out.safetensors"]
     env = os.environ | {"PYTHONPATH": str(Path(ow.__file__).parents[1])}
@@ -184,11 +186,11 @@ def test_modules_beside_a_model_are_not_imported(tmp_path: Path) -> None:
 
 
 @needs_root
-def test_a_folder_that_may_be_written_and_not_listed(
+def test_a_folder_that_can_be_written_but_not_listed(
     torch_script: Callable[..., subprocess.CompletedProcess[str]],
 ) -> None:
-    """In another user's folder that can be written but not listed, every save that needs no listing works. Other saves
-    are refused and leave nothing."""
+    """If another user's folder can be written but not listed, saves that need no listing work. Other saves are refused
+    and leave nothing."""
     torch_script(
         """
 import os, tempfile

@@ -30,7 +30,8 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_import_starts_nothing() -> None:
-    """The import starts no threads and imports no other modules. The engine starts with the first call."""
+    """The import starts no thread, and imports neither the engine nor torch, numpy or logging. The engine starts with
+    the first call."""
     run("""
 assert threads() == AT_FIRST
 for name in ("overwire._core", "torch", "numpy", "logging", "json"):
@@ -44,7 +45,7 @@ assert "torch" not in sys.modules and "numpy" not in sys.modules
 
 @pytest.mark.parametrize("forks", [max(10, 40 // FEWER), pytest.param(200, marks=pytest.mark.slow)])
 def test_forked_children_are_refused(big: str, small: str, forks: int) -> None:
-    """In a forked child every call raises ForkedError immediately, tensors stay readable, and the exit code is 0."""
+    """In a forked child, every call raises ForkedError immediately, tensors can be read, and the exit code is 0."""
     out = run("""
 import ctypes
 import overwire.jobs  # imported once, not in each child
@@ -71,14 +72,14 @@ def body():
     assert e.forked()
     assert ctypes.string_at(address, 256) == bytes(range(256))
     global tensors
-    del tensors  # frees nothing in a child and must not hang
+    del tensors  # a child frees nothing and must not hang
 for i in range(n):
     time.sleep((i * 7919 % 31) / 10000)
     assert child(body) == 0, i
 assert not e.forked()
 end = time.monotonic() + 60
 while e.job_progress(busy.job)[0] == 0:
-    assert time.monotonic() < end, "the job stands still"
+    assert time.monotonic() < end, "the job makes no progress"
     time.sleep(0.01)
 assert ctypes.string_at(address, 256) == bytes(range(256))
 busy.end()
@@ -86,12 +87,12 @@ busy.end()
     print(out.stdout)
 
 
-def test_raw_module_refuses_in_children(small: str) -> None:
-    """Calls that bypass overwire._verbs are also refused in a child."""
+def test_direct_engine_calls_are_refused_in_children(small: str) -> None:
+    """A child also cannot call the engine directly, without overwire._verbs."""
     run("""
 from overwire import _core as raw
 e.knobs()
-# These do not enter Go and also work in children.
+# These functions do not enter Go and also work in children.
 free = {"forked", "buffer_of", "dlpack_give", "dlpack_take", "Exporter"}
 def body():
     for name in dir(raw):
@@ -102,7 +103,7 @@ def body():
             try:
                 function(*args)
             except TypeError:
-                pass  # needs another number of arguments
+                pass  # the function needs another number of arguments
             except RuntimeError as error:
                 assert isinstance(error, errors.ForkedError), (name, error)
                 break
@@ -115,8 +116,8 @@ assert not raw.forked()
 
 
 def test_fork_while_the_runtime_starts(small: str) -> None:
-    """A child that was forked after the engine's file was mapped, but before its first call, is refused. Its parent is
-    not."""
+    """If a child was forked after the engine's file was mapped and before its first call, its calls are refused. The
+    calls of the parent are not."""
     run("""
 from overwire import _engine
 _engine.open_library()
@@ -135,7 +136,7 @@ assert e.knobs() and _engine.is_loaded() and not _engine.forked()
 
 
 def test_fork_before_the_first_call(small: str) -> None:
-    """A child of a process that has only imported overwire starts its own engine."""
+    """If a process has only imported overwire, its child can start its own engine."""
     run("""
 def body():
     assert len(load(sys.argv[1])) == 1
@@ -147,7 +148,7 @@ body()
 
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_multiprocessing(method: str, small: str, tmp_path: Path) -> None:
-    """Workers started by spawn and forkserver can use the engine after their parent has."""
+    """Workers that spawn or forkserver starts can use the engine after their parent has used it."""
     program = tmp_path / "program.py"
     program.write_text(PRELUDE + """
 import multiprocessing
@@ -164,8 +165,9 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("exits", [28, pytest.param(700, marks=pytest.mark.slow)])
-def test_exit_with_work_under_way(big: str, small: str, exits: int, tmp_path: Path) -> None:
-    """A process can exit with code 0 at any time during a load, a save or a preload, even if daemon threads wait."""
+def test_exit_during_work(big: str, small: str, exits: int, tmp_path: Path) -> None:
+    """A process can exit with code 0 at any time during a load, a save or a preload, even if daemon threads wait for
+    it."""
     run("""
 import random
 big, small, n, out = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4]
@@ -201,7 +203,8 @@ for i in range(n):
 
 
 def test_exit_raises_nothing_in_daemon_threads(big: str) -> None:
-    """A daemon thread that waits for a job when the interpreter exits gets no error, because Python would print it."""
+    """If the interpreter exits while a daemon thread waits for a job, the thread gets no error, because Python would
+    print it."""
     run("""
 import atexit
 busy = LongJob(sys.argv[1])
@@ -226,7 +229,7 @@ look()
 
 @pytest.mark.parametrize("call", ["job_wait(busy.job, None)", "job_next(busy.job, None)", "job_wait(busy.job, 60)"])
 def test_ctrl_c_while_waiting(call: str, big: str) -> None:
-    """SIGINT during a wait for a job raises KeyboardInterrupt, and the job continues."""
+    """SIGINT during a wait for a job raises KeyboardInterrupt. The job continues."""
     out = run(f"""
 import overwire.jobs  # imported before any signal arrives
 busy = LongJob(sys.argv[1])
@@ -255,7 +258,7 @@ busy.end()
     print(out.stdout)
 
 
-def test_sigterm_ends_at_once(big: str) -> None:
+def test_sigterm_ends_the_process_at_once(big: str) -> None:
     """SIGTERM keeps its default action and ends the process without delay."""
     program = PRELUDE + "busy = LongJob(sys.argv[1])\nprint('go', flush=True)\ne.job_wait(busy.job, None)"
     with processes.started([sys.executable, "-c", program, big], stdout=subprocess.PIPE, text=True) as process:
@@ -265,8 +268,8 @@ def test_sigterm_ends_at_once(big: str) -> None:
         assert process.wait(60) == -signal.SIGTERM
 
 
-def test_signal_handlers_stay_pythons() -> None:
-    """Starting the engine leaves the handlers of INT, TERM, HUP, USR1 and CHLD, and Python's handlers still run."""
+def test_the_engine_keeps_pythons_signal_handlers() -> None:
+    """Starting the engine keeps the handlers of INT, TERM, HUP, USR1 and CHLD, and Python's handlers still run."""
     run("""
 hits = []
 for s in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGCHLD):
@@ -280,7 +283,7 @@ assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_waiting_lets_other_threads_run(big: str) -> None:
-    """A wait does not block the GIL or other calls."""
+    """A wait blocks neither the GIL nor other calls."""
     run("""
 busy = LongJob(sys.argv[1])
 def wait():
@@ -321,8 +324,8 @@ assert not failed, failed
 
 @pytest.mark.parametrize("first", ["main", "another"])
 def test_other_interpreters_are_refused(first: str, small: str) -> None:
-    """A second interpreter in the process gets a clear ImportError. The main interpreter is not affected and exits
-    without hanging, whichever imports first and whether or not the second is closed."""
+    """A second interpreter in the process gets a clear ImportError. The main interpreter works and exits without
+    hanging, whichever interpreter imports overwire first, and even if the second is not closed."""
     pytest.importorskip("_xxsubinterpreters")
     run(
         r"""
@@ -353,8 +356,9 @@ assert len(load(small)) == 1 and e.knobs()
     )
 
 
-def test_panic_poisons_and_python_lives() -> None:
-    """After a panic in Go, this and later calls raise EngineError. The stack is printed once. The process continues."""
+def test_calls_raise_after_a_panic_and_python_continues() -> None:
+    """After a panic in Go, this call and later calls raise EngineError. The stack is printed once. The process
+    continues."""
     done = run("""
 from overwire._engine import core
 for call in (lambda: core().call("panic", "", b""), lambda: e.knobs(), lambda: e.open_model("{}"), lambda: e.job_wait(1, None)):
@@ -370,8 +374,8 @@ print("alive")
     assert done.stderr.count("overwire: panic in panic: asked for") == 1 and "goroutine" in done.stderr
 
 
-def test_panic_stops_writers(big: str) -> None:
-    """After a panic anywhere, waiting for a load ends only when nothing writes to the caller's memory any more."""
+def test_no_writer_runs_after_a_panic(big: str) -> None:
+    """After a panic in any call, the wait for a load ends only when nothing writes to the caller's memory any more."""
     run("""
 from overwire._engine import core
 busy = LongJob(sys.argv[1])
@@ -395,8 +399,8 @@ e.close_model(busy.model)
 """, big)
 
 
-def test_settings_come_from_os_environ() -> None:
-    """Changes to os.environ before the first call count, and bad values are logged as warnings."""
+def test_settings_are_read_from_os_environ() -> None:
+    """Changes to os.environ before the first call take effect, and invalid values are logged as warnings."""
     done = run("""
 import logging
 logging.basicConfig(format="%(name)s %(levelname)s %(message)s")
@@ -409,7 +413,7 @@ assert rows["OVERWIRE_THREADS"]["value"] == "1", rows["OVERWIRE_THREADS"]
 
 
 def test_a_preload_is_joined_once(small: str, tmp_path: Path) -> None:
-    """One load joins a preload, and later loads do not. Only the preload's own job reports a failed preload."""
+    """Only one load can join a preload. Only the preload's own job reports that the preload failed."""
     run("""
 import ctypes
 path, missing = sys.argv[1], sys.argv[2]
@@ -443,13 +447,13 @@ else:
 assert joins()[1] is None
 
 job = e.preload_start(json.dumps({"uris": [path]}))
-e.job_cancel(job)  # dropped, so no load can join it
+e.job_cancel(job)  # cancelled, so no load can join it
 assert joins()[1] is None
 """, small, tmp_path / "missing.safetensors")
 
 
 def test_cli_ctrl_c_gives_130(tmp_path: Path) -> None:
-    """Ctrl-C cancels a command and exits with 130 without a traceback."""
+    """Ctrl-C cancels a command, which exits with status 130 and without a traceback."""
     source = write_sparse(tmp_path / "big.safetensors", 4 << 30)
     program = PRELUDE + "e.main()"
     command = [sys.executable, "-c", program, "compress", source, "-o", str(tmp_path / "out.safetensors")]
@@ -465,11 +469,11 @@ def test_cli_ctrl_c_gives_130(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["big.safetensors"]
 
 
-def test_objects_that_outlive_modules_end_in_silence(small: str, tmp_path: Path) -> None:
-    """Objects that exist until overwire's modules are torn down print nothing when they are destroyed."""
+def test_objects_that_outlive_their_modules_print_nothing(small: str, tmp_path: Path) -> None:
+    """If objects exist until overwire's modules are cleared at exit, they print nothing when they are destroyed."""
     (tmp_path / "holder.py").write_text("kept = []\n")
     program = """
-import holder  # before overwire, so it is cleared later
+import holder  # imported before overwire, so it is cleared after it
 import sys
 import overwire
 file = overwire.safe_open(sys.argv[1], "np")

@@ -1,4 +1,4 @@
-"""Tests handles, texts and memory that are passed between Python and the engine."""
+"""Tests handles, texts and memory that Python and the engine pass to each other."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DTYPES = {
 
 @pytest.fixture(scope="module")
 def every(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Writes a file with a 3 x 4 tensor of each dtype of whole bytes, and with unusual shapes."""
+    """Writes a file with a 3 x 4 tensor of each dtype of whole bytes, and tensors of unusual shapes."""
     tensors = {
         name: (name, [3, 4], bytes(i % 2 for i in range(12 * size)))
         for name, size in sorted(DTYPES.items(), key=lambda d: -d[1])
@@ -30,7 +30,7 @@ def every(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def test_wrong_handles() -> None:
-    """Stale, invented and ill-typed handles raise ArgumentError. Closing or freeing one twice does nothing."""
+    """Stale, invented and ill-typed handles raise ArgumentError. Closing or freeing a handle twice does nothing."""
     run("""
 calls = [lambda h: e.load_start(h, None, "{}"), lambda h: e.job_wait(h, 0), lambda h: e.preload_join(h, "{}"),
          lambda h: e.job_next(h, 0), e.job_take, e.job_progress, e.job_report, e.job_cancel]
@@ -54,8 +54,9 @@ for call in (e.close_model, e.job_free):
 """)
 
 
-def test_what_holds_a_handle_is_not_copied(every: str) -> None:
-    """copy, deepcopy and pickle refuse an object with a handle, because the copy's end would close the original's."""
+def test_objects_with_a_handle_are_not_copied(every: str) -> None:
+    """copy, deepcopy and pickle refuse an object with a handle, because deleting the copy would close the original's
+    handle."""
     run("""
 import copy, pickle
 import overwire as ow
@@ -74,8 +75,8 @@ assert bytes(file["U8"]) == bytes(i % 2 for i in range(12))
 """, every)
 
 
-def test_stale_handles_are_nobody_elses(every: str) -> None:
-    """A handle is never reused, and closing a model ends exactly what belongs to it."""
+def test_handles_are_never_reused(every: str) -> None:
+    """A handle is never reused. Closing a model ends exactly the work that belongs to the model."""
     run("""
 spec = json.dumps({"uris": [sys.argv[1]]})
 seen = set()
@@ -103,7 +104,8 @@ for _ in range(100):
 
 
 def test_texts_and_lists_are_checked(every: str) -> None:
-    """NUL, lone surrogates, numbers out of range and wrong tuples raise ValueError or TypeError before Go sees them."""
+    """Text with NUL or lone surrogates, numbers out of range and wrong tuples raise ValueError or TypeError in
+    Python."""
     run("""
 import struct
 model = e.open_model(json.dumps({"uris": [sys.argv[1]]}))
@@ -149,8 +151,8 @@ refuse(ValueError, e.job_next, e.verify_start(json.dumps({"uris": [sys.argv[1]]}
 """, every)
 
 
-def test_table_says_what_the_file_says(every: str) -> None:
-    """Names, dtypes, shapes and sizes pass through the packed buffer unchanged."""
+def test_a_model_table_equals_the_files_header(every: str) -> None:
+    """Names, dtypes, shapes and sizes pass unchanged through the packed buffer."""
     run("""
 model = e.open_model(json.dumps({"uris": [sys.argv[1]]}))
 with open(sys.argv[1], "rb") as f:
@@ -165,7 +167,7 @@ assert source["uri"] == sys.argv[1] and source["size"] == os.path.getsize(sys.ar
 
 
 @pytest.mark.imports_torch
-def test_torch_takes_every_dtype(every: str) -> None:
+def test_torch_accepts_every_dtype(every: str) -> None:
     """Each capsule becomes a torch tensor with the file's bytes, dtype and shape."""
     pytest.importorskip("torch")
     run("""
@@ -198,7 +200,7 @@ for raw in (False, True):
 """, every)
 
 
-def test_numpy_takes_raw_capsules(every: str) -> None:
+def test_numpy_accepts_raw_capsules(every: str) -> None:
     """With raw=True, numpy accepts every capsule, and the memory lives as long as the array."""
     pytest.importorskip("numpy")
     run("""
@@ -217,8 +219,8 @@ assert b"".join(a.tobytes() for a in arrays) == data
 """, every)
 
 
-def test_tensors_handed_out_one_by_one(every: str) -> None:
-    """job_next returns each request once in order of arrival, and job_take then returns nothing."""
+def test_tensors_returned_one_by_one(every: str) -> None:
+    """job_next returns each request once, in order of arrival. After that, job_take returns nothing."""
     run("""
 model = e.open_model(json.dumps({"uris": [sys.argv[1]]}))
 n = len(e.model_table(model))
@@ -234,9 +236,9 @@ assert e.job_take(job) == [(None, 0)] * n
 """, every)
 
 
-def test_tensors_handed_out_in_columns(every: str) -> None:
-    """Columns contain the same as job_next and job_take: non-empty tensors with their positions, and the number of
-    empty ones."""
+def test_tensors_returned_in_columns(every: str) -> None:
+    """Columns have the same content as job_next and job_take: non-empty tensors with their positions, and the number of
+    empty tensors."""
     run("""
 import struct
 model = e.open_model(json.dumps({"uris": [sys.argv[1]]}))
@@ -266,8 +268,8 @@ assert landed.capsules[0] is None and landed.missing == 2 and [at for at, _ in l
 """, every)
 
 
-def test_the_table_of_a_crowd(tmp_path: Path) -> None:
-    """Rows of a model's table share equal objects."""
+def test_the_table_of_many_tensors(tmp_path: Path) -> None:
+    """The rows of a model's table share equal objects."""
     random = Random(5)
     names = sorted(DTYPES)
     want = {}
@@ -293,7 +295,8 @@ for name, dtype, shape, nbytes, stored, source, alias in rows:
 
 
 def test_destinations_and_slices(every: str) -> None:
-    """A request with a destination, whole or for a slice, is loaded there and returns no capsule."""
+    """If a request has a destination, for a whole tensor or a slice, the data is loaded there and no capsule is
+    returned."""
     run("""
 import ctypes, struct
 model = e.open_model(json.dumps({"uris": [sys.argv[1]]}))
@@ -308,8 +311,8 @@ assert whole.raw == bytes(i % 2 for i in range(48)) and part.raw == whole.raw[24
 """, every)
 
 
-def test_capsules_that_nobody_takes_are_freed(tmp_path: Path) -> None:
-    """Dropped capsules, unused jobs and used tensors all free their memory, so RSS stays bounded."""
+def test_unused_capsules_are_freed(tmp_path: Path) -> None:
+    """Dropped capsules, unused jobs and used tensors free their memory, so RSS stays bounded."""
     size = 8 << 20
     big = {f"t{i}": ("U8", [size], bytes(size)) for i in range(2)}
     many = {f"s{i}": ("U8", [1000], bytes(1000)) for i in range(2000)}
@@ -353,7 +356,7 @@ for path in sys.argv[1:]:
 
 
 def test_save_and_load_through_handles(tmp_path: Path) -> None:
-    """Data passed to save_start is unchanged after saving plain or compressed, verifying and converting back."""
+    """Data that is saved with save_start, plain or compressed, is equal after verifying and converting it back."""
     run("""
 import array, ctypes
 values = array.array("H", [0x3F80 + i % 97 for i in range(1 << 17)])
@@ -383,8 +386,8 @@ assert read("back") == read("False")
 """, tmp_path)
 
 
-def test_errors_carry_their_place(tmp_path: Path) -> None:
-    """Class, source and message of an engine error are available as attributes and survive pickling."""
+def test_errors_have_class_source_and_message(tmp_path: Path) -> None:
+    """The class, source and message of an engine error are attributes of the error and survive pickling."""
     bad = tmp_path / "bad.safetensors"
     bad.write_bytes(struct.pack("<Q", 1 << 40) + b"{}")
     run("""
@@ -405,8 +408,8 @@ except FileNotFoundError as error:
 """, bad)
 
 
-def test_what_is_freed_runs_no_code_of_ours(every: str) -> None:
-    """Freed job and model numbers have no `__del__`, in which Python would drop a Ctrl-C."""
+def test_freed_numbers_run_no_python_code(every: str) -> None:
+    """Freed job and model numbers have no `__del__`, because Python would discard a Ctrl-C in it."""
     run(
         """
 import overwire as ow

@@ -1,5 +1,5 @@
-"""Tests loads, saves and servers while system calls fail one at a time. Each call returns the right result or raises a
-typed error, and existing files stay whole."""
+"""Tests loads, saves and servers while system calls fail, one at a time. Each function returns the right result or
+raises a typed error, and existing files stay whole."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="the syst
 PROGRAM = Path(__file__).with_name("refused_programs.py")
 NUMBERS = (errno.EPERM, errno.EIO, errno.ENOMEM, errno.EMFILE, errno.EAGAIN, errno.ENOSPC)
 
-# Calls that a save can do without, because some kernels and file systems lack them.
+# Saves work without these calls, because some kernels and file systems lack them.
 COURTESIES = (
     "cachestat", "fadvise64", "fallocate", "fchown", "flock", "fremovexattr", "fstatfs", "getxattr", "linkat",
     "madvise", "renameat2", "statfs", "sync_file_range",
@@ -36,7 +36,7 @@ COURTESIES = (
 
 
 class Child:
-    """A `Refusal` that is restarted when it ends, with a list of faults."""
+    """A `Refusal` that is started again if it ends. It collects the faults that tests find."""
 
     def __init__(self) -> None:
         self.wrong: list[str] = []
@@ -49,7 +49,7 @@ class Child:
             pytest.skip(f"this system has no seccomp notifications: {error}")
 
     def run(self, *task: Any) -> Any:
-        """Runs a task without a failing call and returns its result."""
+        """Runs a task in which no call fails, and returns its result."""
         answer = self.refusal.run(task)
         return answer[1] if answer and answer[0] == "done" else answer
 
@@ -61,7 +61,7 @@ class Child:
     def refused(
         self, task: list[Any], call: str, at: int, number: int, lasts: bool, check: Callable[[list[Any]], str]
     ) -> None:
-        """Runs a task while a call fails, and records the fault that check finds in its result, if any."""
+        """Runs a task in which a call fails. If check finds a fault in its result, records the fault."""
         where = f"{task[:2]}: {call} {at}{' and later' if lasts else ''}: {errno.errorcode[number]}"
         try:
             answer = self.refusal.run(task, call, at, number, lasts=lasts, timeout=60 * FEWER)
@@ -93,8 +93,8 @@ def child(module_child: Child) -> Iterator[Child]:
 
 @pytest.fixture
 def folder(child: Child, request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
-    """Makes the folder in which the programs read and write. It is in memory, where saves do not wait for a disk,
-    except in slow tests."""
+    """Makes the folder in which the programs read and write. The folder is in memory, so that saves do not wait for a
+    disk, except in slow tests."""
     memory = Path("/dev/shm")
     with contextlib.ExitStack() as stack:
         if memory.is_dir() and request.node.get_closest_marker("slow") is None:
@@ -105,8 +105,8 @@ def folder(child: Child, request: pytest.FixtureRequest, tmp_path: Path) -> Iter
 
 def each_refusal(counts: dict[str, int], wide: bool) -> Iterator[tuple[str, int, int, bool]]:
     """Yields the call to refuse, its position, the errno, and whether later calls also fail. With wide, each call fails
-    with each errno. Otherwise each kind of call has three cases: the last call fails with EIO, the first with EMFILE,
-    or all with EPERM."""
+    with each errno. Otherwise each kind of call has three cases: the last call fails with EIO, the first call fails
+    with EMFILE, and all calls fail with EPERM."""
     for call, count in counts.items():
         if not wide:
             yield call, count, errno.EIO, False
@@ -152,7 +152,7 @@ def sweep(child: Child, task: list[Any], wide: bool, renew: Callable[[], None] =
     assert whole[0] == "done"
     renew()
     for call, at, number, lasts in each_refusal(child.counts(*task), wide):
-        # A read is retried for seconds after EAGAIN, and a socket would wait for the poller.
+        # After EAGAIN, a read is retried for seconds, and a socket would wait for the poller.
         if number == errno.EAGAIN and (lasts or task[0] != "load"):
             continue
         renew()
@@ -163,35 +163,34 @@ def sweep(child: Child, task: list[Any], wide: bool, renew: Callable[[], None] =
 
 @pytest.mark.parametrize("kind", ["plain", "set", "file"])
 def test_saves(child: Child, folder: Path, kind: str) -> None:
-    """With a failing system call, a save succeeds or raises a typed error and leaves the old file or set."""
+    """If a system call fails, a save succeeds, or raises a typed error and leaves the old file or set."""
     sweep_saves(child, folder, kind, wide=False)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", SAVES)
 def test_every_save(child: Child, folder: Path, kind: str) -> None:
-    """With any system call failing with any errno, each save succeeds or raises a typed error and keeps the old
-    file."""
+    """If any system call fails with any errno, each save succeeds, or raises a typed error and keeps the old file."""
     sweep_saves(child, folder, kind, wide=True)
 
 
 @pytest.mark.parametrize("kind", ["load", "load set"])
 def test_loads(child: Child, folder: Path, kind: str) -> None:
-    """With a failing system call, a load returns all bytes or raises a typed error."""
+    """If a system call fails, a load returns all bytes or raises a typed error."""
     sweep(child, ["load", kind, str(folder)], wide=False)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", LOADS)
 def test_every_load(child: Child, folder: Path, kind: str) -> None:
-    """With any system call failing with any errno, each kind of load returns all bytes or raises a typed error."""
+    """If any system call fails with any errno, each kind of load returns all bytes or raises a typed error."""
     sweep(child, ["load", kind, str(folder)], wide=True)
 
 
 @pytest.mark.parametrize("number", [errno.EPERM, errno.ENOSYS])
 @pytest.mark.parametrize("kind", ["plain", "set", "file"])
-def test_saves_without_courtesies(child: Child, folder: Path, kind: str, number: int) -> None:
-    """If a sandbox refuses calls that are not essential, a save succeeds and private files stay private."""
+def test_saves_without_optional_calls(child: Child, folder: Path, kind: str, number: int) -> None:
+    """If a sandbox refuses calls that a save can do without, the save succeeds and private files stay private."""
     work = folder / "work"
     work.mkdir()
     child.run("save", kind, str(work), 2)
@@ -211,7 +210,8 @@ def test_saves_without_courtesies(child: Child, folder: Path, kind: str, number:
 
 @pytest.mark.parametrize("number", [errno.EPERM, errno.ENOSYS])
 def test_a_cache_without_locks(child: Child, folder: Path, number: int) -> None:
-    """If files cannot be locked, each process keeps the objects it fetches in the cache and finds them again."""
+    """If files cannot be locked, a process still puts the objects that it fetches into the cache and finds them
+    there."""
     with overwire_serve(folder) as url:
         task = ["load_uri", f"{url}packed.safetensors", {"cache": str(folder / "cache")}]
         whole = child.refusal.run([*task[:2], {}])
@@ -220,8 +220,8 @@ def test_a_cache_without_locks(child: Child, folder: Path, number: int) -> None:
     assert child.refusal.run(task) == whole
 
 
-def test_reads_that_have_no_bytes_yet(child: Child, folder: Path) -> None:
-    """A read is repeated if the file system has no bytes yet, as some FUSE file systems report."""
+def test_a_read_that_returns_eagain_is_repeated(child: Child, folder: Path) -> None:
+    """If a read fails with EAGAIN, as with some FUSE file systems, it is repeated."""
     task = ["load", "load compressed", str(folder)]
     whole = child.refusal.run(task)
     child.refused(task, "pread64", 1, errno.EAGAIN, False, lambda answer: str(answer) if answer != whole else "")
@@ -243,8 +243,8 @@ def server_child(folder: Path) -> Iterator[tuple[Child, str]]:
 
 
 @pytest.mark.parametrize("number", [errno.EPERM, errno.ENOMEM])
-def test_a_server_that_may_not_accept(folder: Path, number: int) -> None:
-    """A server that fails to accept a connection tries again and continues."""
+def test_a_server_that_fails_to_accept(folder: Path, number: int) -> None:
+    """If a server fails to accept a connection, it tries again and continues."""
     with server_child(folder) as (child, url):
         child.refusal.refuse("accept4", 1, number)
         for _ in range(2):
@@ -255,7 +255,7 @@ def test_a_server_that_may_not_accept(folder: Path, number: int) -> None:
 
 @pytest.mark.slow
 def test_every_call_of_a_server(folder: Path) -> None:
-    """With any failing system call, a server sends the right bytes or an answer that clients reject, and continues."""
+    """If any system call fails, a server sends the right bytes or an answer that clients reject, and continues."""
     whole, wrong = (folder / "packed.safetensors").read_bytes(), []
 
     def answer() -> bytes | None:
@@ -276,14 +276,14 @@ def test_every_call_of_a_server(folder: Path) -> None:
                         wrong.append((call, at, number, lasts, "wrong bytes"))
                     child.refusal.refuse()
                     if not any(answer() == whole for _ in range(3)):
-                        wrong.append((call, at, number, lasts, "it answers no more"))
+                        wrong.append((call, at, number, lasts, "the server answers no more"))
     assert wrong == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("place", ["http", "cache", "s3", "redis"])
 def test_remote_loads(child: Child, folder: Path, place: str) -> None:
-    """With a failing system call, a load over a network returns all bytes or raises a typed error."""
+    """If a system call fails, a load over a network returns all bytes or raises a typed error."""
     options: dict[str, Any] = {"retries": 1, "timeout": 5}
     name, cache = "packed.safetensors", folder / "cache"
     with contextlib.ExitStack() as stack:

@@ -72,12 +72,12 @@ for begin in (in_pool, with_map, alone):
 
 
 def test_ctrl_c_at_the_start_of_a_thread_waits(script: Callable[..., subprocess.CompletedProcess[str]]) -> None:
-    """Ctrl-C at any line of Python's own code does not lose the thread. It runs and does its work, and
-    KeyboardInterrupt is raised afterwards."""
+    """If Ctrl-C arrives at any line of Python's own code, the thread still runs and does its work. KeyboardInterrupt is
+    raised afterwards."""
     script(INTERRUPTING)
 
 
-def test_threads_are_started_in_one_way() -> None:
+def test_every_thread_is_started_by_start_thread() -> None:
     """Every module that creates a thread or a pool uses `start_thread`."""
     others = []
     package = Path(overwire.__file__).parent

@@ -1,4 +1,5 @@
-"""Tests the context managers for errors: what they undo, keep and raise, even after Ctrl-C at any of their lines."""
+"""Tests the context managers for errors, even if Ctrl-C arrives at any of their lines: functions that run after an
+error, and errors that are kept and raised."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ from overwire import _imports, _undo
 from overwire._undo import after_error, keep_error, tell_error
 
 
-def test_an_error_is_undone_once() -> None:
-    """The function runs after an error only, with its arguments and, for `tell_error`, the error."""
+def test_the_function_runs_only_after_an_error() -> None:
+    """The function runs only after an error. It gets its arguments and, with `tell_error`, the error."""
     calls: list[Any] = []
     with after_error(calls.append, "unused"):
         pass
@@ -33,8 +34,8 @@ def fail() -> None:
     raise OSError("second")
 
 
-def test_the_first_error_is_raised_and_names_the_second() -> None:
-    """If two functions fail, the first error has two notes, each with its traceback."""
+def test_the_first_error_is_raised_with_notes_about_others() -> None:
+    """If two functions fail, the first error has a note with the traceback of each."""
     with pytest.raises(ValueError, match="first") as caught, after_error(fail), after_error(fail):
         raise ValueError("first")
     notes = caught.value.__dict__["__notes__"]
@@ -51,7 +52,7 @@ def test_an_error_that_is_raised_again_needs_no_note() -> None:
 
 
 def test_a_generator_that_is_closed_undoes_its_work() -> None:
-    """Python discards GeneratorExit, so the function's error is raised."""
+    """A closed generator runs the function. Python discards GeneratorExit, so an error of the function is raised."""
     calls: list[int] = []
 
     def count(undo: Callable[..., object]) -> Iterator[int]:
@@ -69,7 +70,8 @@ def test_a_generator_that_is_closed_undoes_its_work() -> None:
 
 
 def test_ctrl_c_waits_for_the_function() -> None:
-    """The interrupt is raised when the function has returned, with the first error as its context."""
+    """An interrupt during the function is raised after the function has returned, with the first error as its
+    context."""
     calls: list[int] = []
 
     def undo() -> None:
@@ -86,7 +88,7 @@ def test_ctrl_c_waits_for_the_function() -> None:
 
 
 class Interrupt:
-    """Ctrl-C at one line of the context manager: line number `at` of those that run after its construction."""
+    """Ctrl-C at one line of the context manager. `at` counts the lines that run after its construction."""
 
     def __init__(self, at: int) -> None:
         self.at, self.count = at, 0
@@ -102,7 +104,7 @@ class Interrupt:
 
 
 def run_interrupted(interrupt: Interrupt, calls: list[int]) -> type[BaseException] | None:
-    undo = calls.append  # called from C: Python drops an interrupt in a function that a finalizer calls
+    undo = calls.append  # a C function, because Python discards an interrupt in a finalizer
     sys.settrace(interrupt)
     try:
         with after_error(undo, 1):
@@ -114,8 +116,8 @@ def run_interrupted(interrupt: Interrupt, calls: list[int]) -> type[BaseExceptio
         sys.settrace(None)
 
 
-def test_ctrl_c_at_any_line_undoes_once() -> None:
-    """Whichever line Ctrl-C interrupts, the function runs exactly once, no signal handler stays changed, and the cycle
+def test_ctrl_c_at_any_line_runs_the_function_once() -> None:
+    """Whichever line Ctrl-C interrupts, the function runs exactly once, the signal handler is restored, and the cycle
     collector runs."""
     before = signal.getsignal(signal.SIGINT)
     at, kinds = 0, set()
@@ -132,8 +134,8 @@ def test_ctrl_c_at_any_line_undoes_once() -> None:
     assert at > 20 and kinds == {ValueError, KeyboardInterrupt}
 
 
-def test_a_forked_child_undoes_its_own_work() -> None:
-    """The child runs the function, and the parent's block continues."""
+def test_a_forked_child_runs_the_function() -> None:
+    """A child that is forked in the block runs the function, and the parent's block continues."""
     calls: list[int] = []
     with after_error(calls.append, os.getpid()):
         child = os.fork()
@@ -158,13 +160,13 @@ next(stream)
 
 
 def test_an_open_generator_is_undone_at_exit() -> None:
-    """A generator that is open when the interpreter exits undoes its work, without a message."""
+    """A generator that is open when the interpreter exits runs the function, and nothing else is printed."""
     ended = subprocess.run([sys.executable, "-c", AT_EXIT], capture_output=True, text=True, timeout=60)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "undone\n", "")
 
 
 def test_an_error_is_kept() -> None:
-    """The first error of several blocks is kept, or an earlier error that was passed to the constructor."""
+    """The first error of several blocks is kept. An earlier error can be passed to the constructor."""
     failure = keep_error()
     with failure:
         pass
@@ -217,14 +219,14 @@ from overwire.checkpoints import CheckpointWriter
 ended = threading.Event()
 
 class Server(http.server.BaseHTTPRequestHandler):
-    # A store without objects that never answers writes and removals. Each of them causes Ctrl-C.
+    # A store without objects that never answers writes and removals. Each such request causes Ctrl-C.
     def do_GET(self):
         self.send_error(404)
     do_HEAD = do_GET
     def do_PUT(self):
         print(self.command, flush=True)
         os.kill(os.getpid(), signal.SIGINT)
-        if self.command == "PUT":  # the first one ends the save, the second one the wait for its thread
+        if self.command == "PUT":  # the first Ctrl-C ends the save, the second ends the wait for its thread
             ended.wait(0.3)
             os.kill(os.getpid(), signal.SIGINT)
         ended.wait(30)
@@ -244,11 +246,11 @@ except BaseException as error:  # torch wraps KeyboardInterrupt
     ended.set()
     print("KeyboardInterrupt" in str(error), flush=True)
 print(signal.getsignal(signal.SIGINT) is signal.default_int_handler, flush=True)
-os._exit(0)  # the thread still waits
+os._exit(0)  # a thread still waits
 """
 
 
 def test_ctrl_c_ends_the_removal_from_a_store(torch_script: Callable[..., Any]) -> None:
-    """Ctrl-C ends a checkpoint's save to a store that does not answer, also while the save removes its objects."""
+    """Ctrl-C ends the save of a checkpoint to a store that does not answer, even while the save removes its objects."""
     done = torch_script(HANGS)
     assert done.stdout.split() == ["PUT", "DELETE", "True", "True"], done.stdout + done.stderr

@@ -17,12 +17,12 @@ import processes
 import pytest
 
 WORKER = Path(__file__).with_name("waiting_worker.py")
-# Equals retry.OpenTries.
+# Equal to retry.OpenTries.
 TRIES = 3
 
 
 def cells(table: str, folder: Path) -> dict[str, dict[str, Any]]:
-    """Returns the cells of one table. The error shows a cell that hangs or ends the process."""
+    """Returns the cells of one table. If a cell hangs or ends the process, the error names it."""
     command = [sys.executable, str(WORKER), table, str(folder)]
     with processes.started(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         out, errors = process.communicate(timeout=400)
@@ -38,22 +38,22 @@ def bad(found: dict[str, dict[str, Any]], good: Any) -> list[dict[str, Any]]:
 
 
 def test_servers_that_do_not_answer(tmp_path: Path) -> None:
-    """A function ends with a typed error after its timeout, and makes no more tries than documented."""
+    """A function ends with a typed error after its timeout, and makes at most the documented number of tries."""
     found = cells("servers", tmp_path)
 
     def good(cell: dict[str, Any]) -> bool:
-        # Files of a list are opened at the same time, and a preload and its load open one file each.
+        # The files of a list are opened at the same time. A preload and its load each open one file.
         tries = TRIES * (2 if "list" in cell["cell"] or "preload and load" in cell["cell"] else 1)
         wanted = ("CancelledError",) if "close" in cell["cell"] else ("DeadlineError", "OverwireError")
         return cell["ended"] in wanted and 1 <= cell.get("seen", 1) <= tries
 
     assert not bad(found, good)
-    # At least one function makes all tries. A try may be lost if the machine is busy for longer than the timeout.
+    # At least one function makes all tries. On a busy machine, a try may be lost.
     assert max(cell["seen"] for cell in found.values() if cell["cell"].endswith("silent")) >= TRIES
 
 
-def test_files_that_are_none(tmp_path: Path) -> None:
-    """Each function ends with a typed error if it opens something that is not a regular file."""
+def test_special_files(tmp_path: Path) -> None:
+    """If a path is not a regular file, each function that opens it ends with a typed error."""
     found = cells("special", tmp_path)
 
     def good(cell: dict[str, Any]) -> bool:
@@ -66,7 +66,7 @@ def test_files_that_are_none(tmp_path: Path) -> None:
     assert found["load_compressed_pickle, bundle is terabytes"]["ended"] in ("OutOfMemoryError", "FormatError")
     for name in ("compress_pickle", "compress_pickle again", "load_compressed_pickle"):
         beside = [cell for cell in found.values() if cell["cell"].startswith(f"{name}, neighbours")]
-        # A neighbour that cannot be read may be a bundle with a container of the same name, so IOFailure is raised.
+        # If a neighbour cannot be read, it may be a bundle with a container of the same name, so IOFailure is raised.
         beside = [cell for cell in beside if not cell["cell"].endswith("is memory")]
         assert [cell for cell in beside if cell["ended"] != "CancelledError"] == []
 
@@ -74,7 +74,7 @@ def test_files_that_are_none(tmp_path: Path) -> None:
 def may_go_well(name: str) -> bool:
     verb, _, place = name.partition(", ")
     return (
-        verb == "save_file"  # replaces the name or a link's target
+        verb == "save_file"  # replaces the file or a link's target
         or (verb in ("preload", "inspect", "verify") and place.startswith("bundle"))  # these only read the container
         or (verb == "read_bytes" and place.endswith("/proc"))
         or (verb == "ObjectReader" and place.endswith("terabytes"))  # reads only one byte
@@ -82,7 +82,7 @@ def may_go_well(name: str) -> bool:
 
 
 def test_ctrl_c_ends_every_wait(tmp_path: Path) -> None:
-    """KeyboardInterrupt is raised long before the timeout of a minute, and connections are closed."""
+    """KeyboardInterrupt is raised long before the timeout of one minute, and connections are closed."""
     found = cells("signals", tmp_path)
     assert found.pop("files that are left")["ended"] == "none"
     assert found.pop("a number that no one holds")["ended"] == "closed"
@@ -90,7 +90,7 @@ def test_ctrl_c_ends_every_wait(tmp_path: Path) -> None:
 
 
 def test_compat_modules(tmp_path: Path) -> None:
-    """Waits in the compat modules end in the same ways."""
+    """Waits in the compat modules end in the same way."""
     pytest.importorskip("torch")
     found = cells("torch", tmp_path)
 

@@ -1,4 +1,4 @@
-"""Servers for waiting_worker.py that never answer completely."""
+"""Runs servers that never send a complete answer, for waiting_worker.py."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ FIRST = (
 
 
 class Server(threading.Thread):
-    """Accepts connections and answers them by its kind:
+    """Accepts connections, and answers according to its kind:
 
-        silent    nothing
-        trickle   a header, then a byte now and then
-        headers   an endless header
-        line      an endless Redis line
-        stops     the first 256 KiB of a model, then nothing
-        store     the beginning of an S3 upload, then nothing
+        silent    sends nothing
+        trickle   sends a header, then a byte now and then
+        headers   sends an endless header
+        line      sends an endless Redis line
+        stops     sends the first 256 KiB of a model, then nothing
+        store     answers the start of an S3 upload, then sends nothing
     """
 
     def __init__(self, kind: str) -> None:
@@ -46,8 +46,8 @@ class Server(threading.Thread):
         self.reached.clear()
 
     def drained(self) -> int:
-        """Returns the number of connections after all have been closed. It first opens its own connection, which is
-        accepted after all waiting ones."""
+        """Waits until all connections are closed, and returns how many there were. It opens a connection of its own,
+        because this is accepted after all waiting connections."""
         with socket.create_connection(("127.0.0.1", self.port)) as mark:
             while mark.getsockname() not in self.peers:
                 time.sleep(0.005)
@@ -61,7 +61,7 @@ class Server(threading.Thread):
             for sock in ready:
                 if sock is self.listener:
                     got, peer = sock.accept()
-                    self.open[got] = b""  # first, so that drained() sees it as open
+                    self.open[got] = b""  # before the answer, so that drained() counts it as open
                     self.peers.add(peer)
                     continue
                 try:

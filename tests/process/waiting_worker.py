@@ -1,4 +1,4 @@
-"""Calls every function that can wait on something that does not answer, in one process.
+"""Calls every function that can wait, in one process, with servers and files that do not answer.
 
 test_waiting.py starts it.
 
@@ -25,13 +25,13 @@ from typing import Any
 
 from waiting_servers import MODEL, Server
 
-# Seconds after which a call counts as hanging and the process ends.
+# A call hangs if it takes longer than this number of seconds. The process then ends.
 HANG = 20.0
 
 
 @contextlib.contextmanager
 def watched(name: str) -> Iterator[None]:
-    """Prints its name, and if the block hangs, prints all stacks and ends the process."""
+    """Prints the name of the block. If the block hangs, prints all stacks and ends the process."""
     print(json.dumps({"begins": name}), flush=True)
     faulthandler.dump_traceback_later(HANG, exit=True)
     try:
@@ -45,7 +45,7 @@ def tell(name: str, **found: Any) -> None:
 
 
 def ending(verb: Callable[[], Any]) -> str:
-    """Returns how a call ends: "returned", the class of an overwire error, or a description of another error."""
+    """Returns how a call ends: "returned", the class of an overwire error, or the text of another error."""
     import overwire as ow
 
     try:
@@ -58,7 +58,7 @@ def ending(verb: Callable[[], Any]) -> str:
 
 
 def cli(*argv: str) -> Callable[[], Any]:
-    """Returns a function that runs the command line and turns a failure status into an error."""
+    """Returns a function that runs the command line and raises an error if the command fails."""
 
     def verb() -> None:
         import overwire as ow
@@ -74,7 +74,7 @@ def cli(*argv: str) -> Callable[[], Any]:
 
 
 def urls(server: Server, folder: Path, options: dict[str, str]) -> dict[str, Callable[[], Any]]:
-    """Returns every function that reads over HTTP."""
+    """Returns calls of every function that reads over HTTP."""
     import overwire as ow
     from overwire.records import read_records
     from overwire.stores import ObjectReader
@@ -117,7 +117,7 @@ def urls(server: Server, folder: Path, options: dict[str, str]) -> dict[str, Cal
 
 
 def ended_preload(preload: Any, method: str) -> None:
-    """Waits for a preload and cancels it, because it continues after Ctrl-C."""
+    """Calls a method that waits for a preload, and cancels the preload, because it continues after Ctrl-C."""
     try:
         getattr(preload, method)()
     finally:
@@ -125,7 +125,7 @@ def ended_preload(preload: Any, method: str) -> None:
 
 
 def beside_preload(preload: Any, load: Callable[[], Any]) -> None:
-    """Loads a file that is being preloaded, which opens it a second time, and cancels the preload."""
+    """Loads a file that is being preloaded, so it is opened twice, and cancels the preload."""
     try:
         load()
     finally:
@@ -133,7 +133,7 @@ def beside_preload(preload: Any, load: Callable[[], Any]) -> None:
 
 
 def close_early(reader: Any, server: Server) -> None:
-    """Closes a reader with an open request, and ends like a cancelled wait."""
+    """Closes a reader that has an open request, and ends like a cancelled wait."""
     server.reached.wait(HANG)
     reader.close()
     raise_typed()
@@ -146,7 +146,7 @@ def raise_typed() -> None:
 
 
 def stores(silent: Server, folder: Path, options: dict[str, str]) -> dict[str, Callable[[], Any]]:
-    """Returns every function that reads from or writes to a store."""
+    """Returns calls of every function that reads from or writes to a store."""
     import numpy as np
     import overwire as ow
     from overwire.stores import ObjectReader, ObjectWriter, presign, write_bytes
@@ -173,7 +173,7 @@ def stores(silent: Server, folder: Path, options: dict[str, str]) -> dict[str, C
             "write_bytes": lambda u, o: write_bytes(u + "/x", b"content", o),
         }.items():
             verbs[f"{name} {verb}"] = lambda call=call, host=host, o=o: call(host, o)
-    # presign gets its credentials from a server, with the SDK's timeout.
+    # presign gets its credentials from a server, and the SDK sets the timeout.
     verbs["presign"] = lambda: presign(
         "s3://bucket/x", 60, storage_options={**options, "endpoint_url": s3["endpoint_url"], "region": "us-east-1"}
     )
@@ -181,13 +181,13 @@ def stores(silent: Server, folder: Path, options: dict[str, str]) -> dict[str, C
 
 
 def servers(folder: Path) -> None:
-    """Runs each function against each kind of server with a short timeout."""
+    """Calls each function with each kind of server and a short timeout."""
     kinds = {kind: Server(kind) for kind in ("silent", "trickle", "headers")}
     options = {"timeout": "0.1"}
     for kind, server in kinds.items():
         for name, verb in urls(server, folder, options).items():
             if kind != "silent" and name.startswith(("load_file ", "preload", "overwire")):
-                continue  # these open files in the same way as the others
+                continue  # these functions open files like other functions
             server.reset()
             with watched(f"{name}, {kind}"):
                 ended, seen = ending(verb), server.drained()
@@ -208,7 +208,7 @@ def servers(folder: Path) -> None:
 
 
 def interrupted(name: str, verb: Callable[[], Any], reached: Callable[[], Any], at: Server | None = None) -> None:
-    """Runs a function that would wait for a minute, and sends SIGINT after it has connected."""
+    """Calls a function that would wait for a minute, and sends SIGINT after it has connected."""
     sent = [0.0]
     over = threading.Event()
 
@@ -236,9 +236,9 @@ def interrupted(name: str, verb: Callable[[], Any], reached: Callable[[], Any], 
             if at is not None:
                 at.reached.set()
             sender.join()
-        except KeyboardInterrupt:  # after the function had ended
+        except KeyboardInterrupt:  # Ctrl-C came after the function had ended
             ended = ended or "late"
-        # All its connections must be closed.
+        # All connections of the function must be closed.
         if at is not None:
             at.drained()
     tell(name, ended=ended, heard=round(heard, 4))
@@ -255,7 +255,7 @@ def signals(folder: Path) -> None:
         if name == "presign":
             os.environ["AWS_CONTAINER_CREDENTIALS_FULL_URI"] = f"http://127.0.0.1:{silent.port}/credentials"
             silent.reset()
-        # The SDK fetches credentials once for all callers, and its own timeout ends that.
+        # The SDK fetches credentials once for all callers. Its own timeout ends this request.
         interrupted(name, verb, silent.reached.wait, None if name == "presign" else silent)
     for kind in ("trickle", "headers", "stops"):
         server = Server(kind)
@@ -270,7 +270,7 @@ def signals(folder: Path) -> None:
 
 
 def nobodys(server: Server) -> None:
-    """Checks that a job ends if a signal comes before its number is stored, so that the number is lost."""
+    """Checks that a job ends if its number is dropped, as after Ctrl-C before the number is stored."""
     from engine_calls import fetch_start, verify_start
 
     spec = {"uris": [f"http://127.0.0.1:{server.port}/m.safetensors"], "storage": {"storage": {"timeout": "60"}}}
@@ -285,7 +285,7 @@ def nobodys(server: Server) -> None:
 
 
 def uploads(server: Server, options: dict[str, str]) -> None:
-    """Sends Ctrl-C during an upload to a store, which must then be aborted."""
+    """Sends Ctrl-C during an upload to a store. The upload must then be aborted."""
     import numpy as np
     import overwire as ow
     from overwire.stores import ObjectWriter
@@ -306,12 +306,12 @@ def uploads(server: Server, options: dict[str, str]) -> None:
 
 
 def keys(folder: Path) -> None:
-    """Sends Ctrl-C while a key is derived, which cannot be stopped."""
+    """Sends Ctrl-C while a key is derived. The derivation itself cannot be stopped."""
     import numpy as np
     import overwire as ow
     from overwire.records import KeyDerivation, derive_key
 
-    # These passes take minutes with little memory.
+    # With this many passes, the derivation takes minutes, but little memory.
     passes, memory = 1024, 64 << 20
     path = folder / "sealed.tensors"
     ow.save_file({"a": np.zeros(1000, np.uint8)}, path, storage_options={"encryption_password": "x"})
@@ -336,7 +336,7 @@ def keys(folder: Path) -> None:
         interrupted(name, verb, soon)
 
 
-# Special files that may be in place of a file, and the functions that make them.
+# Kinds of special files, and the functions that make them at a path.
 SPECIAL: dict[str, Callable[[Path], Any]] = {
     "pipe": os.mkfifo,
     "link to a pipe": lambda path: (os.mkfifo(path.with_name(path.name + "-pipe")), path.symlink_to(path.name + "-pipe")),
@@ -370,7 +370,7 @@ SPECIAL |= {"socket": bound, "terabytes": terabytes}
 
 
 def special(folder: Path) -> None:
-    """Puts each kind of special file at each path that a function opens."""
+    """Puts each kind of special file at each path that a function opens, and calls the function."""
     import numpy as np
     import overwire as ow
     from overwire.compat.safetensors import numpy as st
@@ -401,7 +401,7 @@ def special(folder: Path) -> None:
             "overwire verify": cli("verify", str(path)),
             "overwire fetch": cli("fetch", str(path), "-o", str(at / "fetched")) if make is not terabytes else must_not,
             "compat.safetensors.numpy": lambda: ours(lambda: st.load_file(path)),
-            # Last, because it may create a file.
+            # save_file is last, because it may create a file.
             "save_file": lambda: ow.save_file(tensors, path),
         }
 
@@ -456,7 +456,7 @@ def special(folder: Path) -> None:
         }
 
     def neighbours(at: Path, make: Callable[[Path], Any]) -> dict[str, Callable[[], Any]]:
-        make(at / "x.pth")  # shares the container's name if it is a pickle
+        make(at / "x.pth")  # would share the container's name if it was a pickle
         make(at / "unrelated.pkl")
         return {
             "compress_pickle": lambda: must(ow.compress_pickle(tensors, at / "x.pkl")),
@@ -479,17 +479,18 @@ def special(folder: Path) -> None:
 
 
 def must_not() -> None:
-    """Replaces a call that would copy everything, and ends with a typed error."""
+    """Replaces a call that would copy all data. Ends with a typed error, because the call is not expected here."""
     raise_typed()
 
 
 def must(_: Any) -> None:
-    """Counts a success as a typed error, because success is expected here."""
+    """Raises a typed error if the argument could be computed, because the caller counts a typed error as success."""
     raise_typed()
 
 
 def ours(verb: Callable[[], Any]) -> None:
-    """Counts any error of a compat module as typed, because it raises the original library's errors."""
+    """Calls a function of a compat module. Any error counts as typed, because compat modules raise the errors of the
+    original library."""
     try:
         verb()
     except Exception:
@@ -497,7 +498,7 @@ def ours(verb: Callable[[], Any]) -> None:
 
 
 def with_torch(folder: Path) -> None:
-    """Runs the functions of compat modules that need torch."""
+    """Calls the functions of compat modules that need torch."""
     import overwire as ow
     from overwire.compat import fastsafetensors, nyacomp, tensorizer
     from overwire.compat.fastsafetensors.common import SafeTensorsMetadata
@@ -559,4 +560,4 @@ if __name__ == "__main__":
     os.environ["AWS_CONFIG_FILE"] = os.environ["AWS_SHARED_CREDENTIALS_FILE"] = os.devnull
     where.joinpath("sound.safetensors").write_bytes(MODEL)
     {"servers": servers, "special": special, "signals": signals, "torch": with_torch}[what](where)
-    os._exit(0)  # key derivations may still be running
+    os._exit(0)  # a key derivation may still run

@@ -53,7 +53,7 @@ def same(got: Any, want: Any) -> None:
 @pytest.mark.parametrize(
     "compress, options", [(True, ()), (False, ()), (True, ("--no-ranges",)), (False, ("--chunked",))]
 )
-def test_every_verb(serve: Callable[..., str], tmp_path: Path, compress: bool, options: tuple[str, ...]) -> None:
+def test_every_function(serve: Callable[..., str], tmp_path: Path, compress: bool, options: tuple[str, ...]) -> None:
     """load_file, stream, safe_open with slices, preload, inspect, verify, convert and the command line take a URL, from
     servers with and without range requests."""
     want = weights()
@@ -305,7 +305,7 @@ def test_bundles(serve: Callable[..., str], tmp_path: Path) -> None:
         ("s3://b/a?/x.pkl", "s3://b/a?/nya/x.safetensors"),
     ],
 )
-def test_container_beside_a_uri(uri: str, first: str) -> None:
+def test_container_next_to_a_uri(uri: str, first: str) -> None:
     """A container's possible folders are next to the pickle, whatever follows the pickle's name in the URI."""
     from overwire.bundles import containers
 
@@ -329,7 +329,7 @@ def test_cache(serve: Callable[..., str], tmp_path: Path) -> None:
     assert len([p for p in folder.iterdir() if p.suffix not in (".lock", ".note")]) == 2
 
 
-def test_notices_are_logged_by_what_they_are_about(
+def test_notices_are_logged_by_the_function_that_causes_them(
     serve: Callable[..., str], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The function that uses a cached file because the store is unreachable, or finds that a store cannot list files,

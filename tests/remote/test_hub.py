@@ -30,7 +30,7 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, np.ndarr
     return tensors
 
 
-def test_a_branch_is_what_the_cache_noted_last(model: dict[str, np.ndarray], caplog: pytest.LogCaptureFixture) -> None:
+def test_a_branch_is_the_recorded_commit(model: dict[str, np.ndarray], caplog: pytest.LogCaptureFixture) -> None:
     """If the Hub cannot be reached, a repository loads from the cache, and a warning names the commit."""
     with caplog.at_level(logging.WARNING, "overwire"):
         loaded = ow.load_file("hf://org/name", framework="np", storage_options={"retries": 0})
@@ -45,7 +45,7 @@ def test_a_commit_needs_no_server(model: dict[str, np.ndarray], caplog: pytest.L
     assert not caplog.records
 
 
-def test_what_the_cache_has_not(model: dict[str, np.ndarray]) -> None:
+def test_files_that_the_cache_lacks(model: dict[str, np.ndarray]) -> None:
     """The error for a missing file names the cache and the Hub."""
     with pytest.raises(ow.NotFoundError, match="not in the huggingface_hub cache, and the Hub cannot be reached"):
         ow.load_file(f"hf://org/name/other.safetensors@{COMMIT}", framework="np", storage_options={"retries": 0})
@@ -53,7 +53,7 @@ def test_what_the_cache_has_not(model: dict[str, np.ndarray]) -> None:
         ow.load_file("hf://org/other", framework="np", storage_options={"retries": 0})
 
 
-def test_offline_is_said(model: dict[str, np.ndarray], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_names_the_offline_setting(model: dict[str, np.ndarray], monkeypatch: pytest.MonkeyPatch) -> None:
     """The error for a repository that is not in the cache names the setting that forbids requests."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(ow.NotFoundError, match="not in the huggingface_hub cache, and HF_HUB_OFFLINE is set"):

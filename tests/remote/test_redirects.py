@@ -108,7 +108,7 @@ def test_within_a_private_network(servers: Callable[..., Server], tmp_path: Path
     assert subprocess.run(command, capture_output=True, check=True).stdout == data
 
 
-def test_where_none_may_lead(servers: Callable[..., Server]) -> None:
+def test_forbidden_redirects(servers: Callable[..., Server]) -> None:
     """A redirect to a cloud metadata service, to a file, or in an endless loop is refused, and the error shows no
     secret."""
     for location in (
@@ -199,7 +199,7 @@ def test_hub_branch_that_moves(servers: Callable[..., Server], tmp_path: Path, m
     same(ow.load_file("hf://org/name", framework="np"), wants[1])
 
 
-def test_nothing_to_pin_by(servers: Callable[..., Server], tmp_path: Path) -> None:
+def test_servers_without_etag_and_date(servers: Callable[..., Server], tmp_path: Path) -> None:
     """If a server sends neither ETag nor date and its file changes during a load, tensors are all old or all new."""
     wants, datas = [], []
     for seed in (1, 2):

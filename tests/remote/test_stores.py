@@ -47,7 +47,7 @@ def same(got: dict[str, Any], want: dict[str, Any]) -> None:
         assert got[name].tobytes() == value.tobytes()
 
 
-def test_every_verb(store: Store, tmp_path: Path) -> None:
+def test_every_function(store: Store, tmp_path: Path) -> None:
     """Every reader returns what was saved to the store."""
     options, base = store
     uri, want = base + "dir/m.safetensors", weights()

@@ -1,6 +1,6 @@
 """Tests deltas: files with the changes between two models, which are applied in place.
 
-The tests cover every dtype, layout, tied tensors, chains, and wrong bases, which are refused before a byte changes.
+The tests cover every dtype and layout, tied tensors and chains. Wrong bases are refused before a byte changes.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def rng() -> random.Random:
     return random.Random(SEED)
 
 
-def test_a_delta_makes_the_new_model_of_the_base(tmp_path: Path, rng: random.Random) -> None:
+def test_a_delta_changes_the_base_into_the_new_model(tmp_path: Path, rng: random.Random) -> None:
     """A delta applied in place gives the new model, for every dtype. The file is small and deterministic, and unchanged
     tensors take no space."""
     base = model(rng)
@@ -101,7 +101,7 @@ def test_a_delta_makes_the_new_model_of_the_base(tmp_path: Path, rng: random.Ran
 
 
 @pytest.mark.parametrize("form", ["path", "bytes", "memoryview", "open"])
-def test_a_delta_may_be_given_in_every_form(tmp_path: Path, rng: random.Random, form: str) -> None:
+def test_apply_accepts_every_form_of_a_delta(tmp_path: Path, rng: random.Random, form: str) -> None:
     base = model(rng)
     new = stepped(base, rng)
     path = tmp_path / "d.safetensors"
@@ -145,7 +145,7 @@ def test_a_wrong_base_is_refused_before_a_byte_changes(tmp_path: Path, rng: rand
 
 def test_tied_and_strided_tensors(tmp_path: Path, rng: random.Random) -> None:
     """A tied tensor is stored and changed once. Slices of a fused tensor change in place, and tensors that are not
-    dense through a copy. Numpy arrays also work. Names that the delta lacks stay unchanged."""
+    dense change through a copy. Numpy arrays also work. Tensors that the delta lacks stay unchanged."""
     generator = torch.Generator().manual_seed(rng.randrange(1 << 30))
     fused = torch.randn(6, 64, generator=generator)
     head = torch.randn(50, 8, generator=generator)
@@ -187,8 +187,8 @@ def test_tied_and_strided_tensors(tmp_path: Path, rng: random.Random) -> None:
         ow.apply_delta({"a": both[:8], "b": both[2:]}, path)
 
 
-def test_what_cannot_be_written_back_is_refused_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tensor that cannot be written back from a copy is refused before any tensor changes. Inference-mode tensors,
+def test_tensors_that_cannot_be_written_back_are_refused_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If a tensor cannot be written back from a copy, it is refused before any tensor changes. Inference-mode tensors,
     views of leaves, scalars and F4 pairs work. Ctrl-C is raised after the last tensor is written."""
     path, wide = tmp_path / "d", torch.arange(40.0).reshape(8, 5)
     shared = np.lib.stride_tricks.as_strided(np.ones(8, np.float32), (8, 5), (4, 0), writeable=True)
@@ -212,7 +212,7 @@ def test_what_cannot_be_written_back_is_refused_first(tmp_path: Path, monkeypatc
 
     def interrupted(tensor: Any, copy: Any) -> None:
         written.append(tensor)
-        if len(written) == len(base) + 2:  # the second real copy, after the trial writes
+        if len(written) == len(base) + 2:  # the second copy after the trial writes
             raise KeyboardInterrupt
         write(tensor, copy)
 
@@ -239,7 +239,8 @@ def test_a_module_is_changed_in_place(tmp_path: Path) -> None:
 
 
 def test_load_file_with_a_base(tmp_path: Path, rng: random.Random) -> None:
-    """The base may be a path or tensors, which do not change. Without a base, the error says what to do."""
+    """load_file accepts a path or tensors as the base and does not change them. Without a base, the error says what to
+    do."""
     base = model(rng)
     one = stepped(base, rng)
     two = stepped(one, rng)
@@ -263,7 +264,8 @@ def test_load_file_with_a_base(tmp_path: Path, rng: random.Random) -> None:
 
 
 def test_chains(tmp_path: Path, rng: random.Random) -> None:
-    """A chain is applied as a whole or merged into one delta between its ends. A gap or a wrong order is refused."""
+    """A chain is applied as a whole, or merged into one delta from its first base to its last model. A gap or a wrong
+    order is refused."""
     states = [model(rng)]
     paths = []
     for step in range(4):
@@ -284,7 +286,7 @@ def test_chains(tmp_path: Path, rng: random.Random) -> None:
 
 
 def test_changed_files_are_refused(tmp_path: Path, rng: random.Random) -> None:
-    """Other readers refuse a delta and name overwire. Damage to any byte is detected."""
+    """Other readers refuse a delta, and their error names overwire. Damage to any byte is detected."""
     base = model(rng)
     path = tmp_path / "d.safetensors"
     ow.save_delta(stepped(base, rng), base, path)
@@ -313,7 +315,7 @@ def test_changed_files_are_refused(tmp_path: Path, rng: random.Random) -> None:
 
 
 def test_many_deltas(tmp_path: Path, rng: random.Random) -> None:
-    """A hundred consecutive deltas give a model with equal bits."""
+    """A hundred consecutive deltas give exactly the trained model."""
     trained = {"w": torch.zeros(5000, dtype=torch.bfloat16), "b": torch.zeros(40)}
     live = {name: tensor.clone() for name, tensor in trained.items()}
     generator = torch.Generator().manual_seed(rng.randrange(1 << 30))
@@ -328,7 +330,8 @@ def test_many_deltas(tmp_path: Path, rng: random.Random) -> None:
 
 
 def test_diff(tmp_path: Path) -> None:
-    """diff reports what differs, by how much, and what only one model has, in Python and on the command line."""
+    """diff reports the tensors that differ, by how much, and those that only one model has, in Python and on the
+    command line."""
     a = {"w": torch.zeros(1000, dtype=torch.bfloat16), "same": torch.ones(3), "a": torch.zeros(1), "other": torch.zeros(2)}
     b = {"w": torch.zeros(1000, dtype=torch.bfloat16), "same": torch.ones(3), "b": torch.zeros(1), "other": torch.zeros(3)}
     b["w"][[1, 5, 900]] = 1
@@ -354,10 +357,10 @@ def as_folder(path: Path, tensors: dict[str, torch.Tensor], shard: int | str, na
 
 def test_deltas_of_folders(tmp_path: Path, rng: random.Random) -> None:
     """The delta of two sharded folders is a sharded folder with an index and the new model's auxiliary files, even if
-    the two are divided and named differently. Every function accepts the folder and its index."""
+    the two folders have different shards. Every function accepts the folder and its index."""
     base = model(rng)
     new = stepped(base, rng)
-    for tensors in (base, new):  # tied across shards
+    for tensors in (base, new):  # this tensor is tied to one of another shard
         tensors["tied"] = tensors["bf16"]
     old = as_folder(tmp_path / "a base", base, "100KB")
     now = as_folder(tmp_path / "new", new, 40_000, "weights")
@@ -428,7 +431,7 @@ def test_a_shard_of_another_step_is_refused(tmp_path: Path) -> None:
 
 
 def test_one_delta_applied_by_many(tmp_path: Path, rng: random.Random) -> None:
-    """Several threads apply one open delta of shards to copies of the base at the same time."""
+    """Several threads can apply one open delta at the same time, each to its own copy of the base."""
     base = model(rng)
     new = stepped(base, rng)
     (tmp_path / "d").mkdir()
@@ -441,8 +444,8 @@ def test_one_delta_applied_by_many(tmp_path: Path, rng: random.Random) -> None:
 
 
 def test_files_are_compared_in_batches(tmp_path: Path, rng: random.Random, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For models in files, only a few tensors are in memory at a time. The delta and the reports equal those of one
-    batch, and tied tensors of different batches are stored once."""
+    """When models in files are compared, only a few tensors are in memory at a time. The delta and the reports equal
+    those of one batch, and tied tensors of different batches are stored once."""
     from overwire.model.opened import Model
 
     base = model(rng)

@@ -19,7 +19,7 @@ M = (1 << 64) - 1
 
 
 def definition(data: bytes) -> str:
-    """Computes the digest exactly as docs/format.md 6 defines it."""
+    """Computes the digest as docs/format.md section 6 defines it."""
 
     def mix(x: int) -> int:
         x = (x ^ x >> 32) * 0xA54FF53A5F1D36F1 & M
@@ -163,7 +163,7 @@ def test_a_model_against_its_file(tmp_path: Path, compress: bool, shard: int | N
 
 
 def test_parts_and_damage(tmp_path: Path) -> None:
-    """Column parts do not change a digest. A damaged chunk raises an error instead of counting as a difference."""
+    """Column parts do not change a digest. For a damaged chunk, verify raises an error and reports no difference."""
     tensors = {"w": torch.randn(512, 256, generator=torch.Generator().manual_seed(3)).bfloat16(), "n": torch.empty(0, 3)}
     ow.save_file(tensors, tmp_path / "plain.safetensors", compress=False)
     packed = tmp_path / "parts.safetensors"
@@ -189,8 +189,9 @@ def test_many_tensors_once() -> None:
 
 
 @pytest.mark.parametrize("shard", [None, 100_000])
-def test_digests_that_a_file_keeps(tmp_path: Path, shard: int | None) -> None:
-    """A comparison with stored digests reads no tensor, verify checks them, and loading and converting ignore them."""
+def test_stored_digests(tmp_path: Path, shard: int | None) -> None:
+    """A comparison with stored digests reads no tensor. verify checks the digests. Loading and converting ignore
+    them."""
     model = Small()
     kept, without = tmp_path / "kept", tmp_path / "without"
     for folder in (kept, without):
@@ -221,8 +222,7 @@ def test_digests_of_odd_sizes_are_kept(tmp_path: Path) -> None:
 
 
 def test_all_kinds_at_once() -> None:
-    """Tensors of all kinds in one call get the right digests, including one that changes its memory or shape between
-    calls."""
+    """Tensors of all kinds in one call get the right digests, even if one changes its memory or shape between calls."""
     dense = torch.randn(30, 20)
     lazy = torch.view_as_complex(torch.randn(5, 2)).conj()
     tensors: dict[str, Any] = {

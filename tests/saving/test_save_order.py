@@ -116,8 +116,8 @@ def size_of_earlier(ending: str) -> int:
 
 
 @pytest.mark.parametrize("writer", WRITERS)
-def test_the_later_save_stays(folder: Path, writer: str) -> None:
-    """The later save's file remains, with every writer and every spelling of the path."""
+def test_the_file_of_the_later_save_remains(folder: Path, writer: str) -> None:
+    """The later save's file remains, for every writer and every spelling of the path."""
     for spelling in SPELLINGS:
         ending = ENDINGS.get(writer, ".safetensors")
         path = spelling.format(folder=folder).replace(".safetensors", ending)
@@ -136,7 +136,7 @@ def test_the_later_save_stays(folder: Path, writer: str) -> None:
             assert size not in (size_of_earlier(ending), 0), spelling
 
 
-def test_a_path_that_becomes_a_link_or_a_file(folder: Path) -> None:
+def test_a_path_that_becomes_a_link_or_a_file_during_a_save(folder: Path) -> None:
     """If the path becomes a link or a file while a save runs, the later save decides what it finally contains."""
     for is_link in (False, True):
         if is_link:
@@ -154,9 +154,9 @@ def test_a_path_that_becomes_a_link_or_a_file(folder: Path) -> None:
         os.unlink("m.safetensors")
 
 
-def test_names_that_belong_together(folder: Path) -> None:
-    """A save claims all files of its set of shards, the index, and the folder it saves to. Writers of those wait for
-    it, but a writer of an unrelated file does not."""
+def test_a_save_claims_its_shards_index_and_folder(folder: Path) -> None:
+    """A save claims its shards, their index, and the folder that it saves to. Other writers of these wait for it. A
+    writer of an unrelated file does not."""
     for act in (
         lambda: ow.save_file(LATER, "model/model-00001-of-00002.safetensors"),
         lambda: stream("model/model.safetensors.index.json"),
@@ -177,7 +177,8 @@ def test_names_that_belong_together(folder: Path) -> None:
 
 
 def test_bundles_of_one_name(folder: Path) -> None:
-    """A save of x.pth waits for one of x.pkl, with which it shares a lock, and for its container. Both bundles load."""
+    """A save of x.pth waits for a save of x.pkl, because both bundles share a lock, and for a save of its container.
+    Both bundles load."""
     for second, write in (("x.pth", ow.save_bundle), ("x.pkl", ow.save_bundle), ("tensors/x.safetensors", ow.save_file)):
         held = Held(ow.save_bundle, "x.pkl")
         held.leave_soon()
@@ -190,7 +191,7 @@ def test_bundles_of_one_name(folder: Path) -> None:
 
 @pytest.mark.parametrize("save", [ow.save_file, ow.save_bundle])
 def test_a_callback_of_a_save_that_saves_there_is_refused(folder: Path, save: Any) -> None:
-    """A progress callback that saves to its own save's path is refused, because it would wait for itself."""
+    """A progress callback may not save to the path of its own save, because it would wait for itself."""
     errors: list[BaseException] = []
 
     def act(now: Any) -> None:
@@ -206,7 +207,7 @@ def test_a_callback_of_a_save_that_saves_there_is_refused(folder: Path, save: An
 
 
 def test_an_error_reaches_the_next_writer_of_any_kind(folder: Path) -> None:
-    """The next writer of the path raises an error of a background save that no call has waited for."""
+    """If no call has waited for a failed background save, the next writer of the path raises its error."""
     held = Held(ow.save_file, "gone/m.safetensors") if os.mkdir("gone") is None else None
     os.rename("gone", "away")
     held.leave()
@@ -227,5 +228,5 @@ def test_an_error_reaches_the_next_writer_of_any_kind(folder: Path) -> None:
     ],
 )
 def test_spellings_of_one_path(one: str, two: str) -> None:
-    """Spellings of one path have equal keys, including URIs that contain it."""
+    """All spellings of one path have equal keys, including URIs of the path."""
     assert _order._keys_of(one) == _order._keys_of(two)

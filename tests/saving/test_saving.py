@@ -57,7 +57,7 @@ def hidden(folder: Path) -> list[str]:
 
 @contextmanager
 def small_files(most: int) -> Iterator[None]:
-    """Simulates a full disk, by limiting files of this process to `most` bytes."""
+    """Simulates a full disk: limits the size of files that this process writes to `most` bytes."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (most, hard))  # Python ignores the signal
     try:
@@ -67,8 +67,8 @@ def small_files(most: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("how", [{}, {"compress": False}, {"max_shard_size": 50_000}, {"level": "smaller"}, {"digests": True}])
-def test_files_are_those_of_a_save_that_is_waited_for(tmp_path: Path, how: dict[str, Any]) -> None:
-    """A background save writes the same bytes as a waiting one, from the tensors as they were at the call."""
+def test_background_saves_write_the_same_files(tmp_path: Path, how: dict[str, Any]) -> None:
+    """A background save writes the same bytes as a save that waits, from the tensors as they were at the call."""
     tensors = weights(1)
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
@@ -148,7 +148,8 @@ def test_modules_and_pickles(torch_script: Run) -> None:
 
 
 def test_memory_is_bounded(tmp_path: Path) -> None:
-    """A save that may need more than max_memory is refused before it writes, and so are contradictory arguments."""
+    """A save that may need more than max_memory is refused before it writes. Contradictory arguments are also
+    refused."""
     with pytest.raises(ow.OutOfMemoryError) as caught:
         ow.save_file(weights(3), tmp_path / "m.safetensors", wait=False, max_memory="100KB")
     assert caught.value.asked > 100_000 and not os.listdir(tmp_path)
@@ -158,7 +159,7 @@ def test_memory_is_bounded(tmp_path: Path) -> None:
 
 
 def test_a_full_disk(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A write error is logged and raised by wait. The old file stays, without temporary files, and the next save
+    """A write error is logged, and wait raises it. The old file stays without temporary files, and the next save
     works."""
     path = tmp_path / "m.safetensors"
     ow.save_file(weights(4), path)
@@ -174,8 +175,9 @@ def test_a_full_disk(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     check(path, weights(5))
 
 
-def test_the_next_save_raises_what_no_one_has_waited_for(tmp_path: Path) -> None:
-    """An error that no call waited for is raised once, by the next save to the path and not by one to another path."""
+def test_the_next_save_raises_an_error_that_no_call_has_seen(tmp_path: Path) -> None:
+    """If no call has waited for a failed save, the next save to its path raises the error, once. A save to another path
+    does not."""
     path = tmp_path / "m.safetensors"
     (tmp_path / "link").symlink_to(tmp_path)
     for again, wait in ((path, True), (f"file://{path}", False), (tmp_path / "link/m.safetensors", False)):
@@ -192,7 +194,8 @@ def test_the_next_save_raises_what_no_one_has_waited_for(tmp_path: Path) -> None
 
 
 def test_tensors_that_change(tmp_path: Path) -> None:
-    """Tensors that change during a save, which callers must avoid, do not crash it or block the next save."""
+    """If a caller changes tensors during a save, against the documentation, the save does not crash and the next save
+    works."""
     tensors, over = weights(23, 4_000_000), threading.Event()
 
     def change() -> None:
@@ -244,7 +247,7 @@ def test_saves_of_one_path_follow_one_another(tmp_path: Path) -> None:
 
 
 def test_cancelled(tmp_path: Path) -> None:
-    """A cancelled save leaves only the old file. wait raises CancelledError, and later saves do not."""
+    """A cancelled save leaves only the old file. Its wait raises CancelledError. Later saves work."""
     path = tmp_path / "m.safetensors"
     ow.save_file(weights(10), path)
     stopped = 0
@@ -262,8 +265,8 @@ def test_cancelled(tmp_path: Path) -> None:
     ow.save_file(weights(12), path)
 
 
-def test_late(tmp_path: Path) -> None:
-    """A wait that times out says so, and the save continues."""
+def test_a_wait_that_times_out(tmp_path: Path) -> None:
+    """If a wait times out, its error says so, and the save continues."""
     saving = ow.save_file(weights(13, 3_000_000), tmp_path / "m.safetensors", wait=False)
     try:
         saving.wait(1e-9)
@@ -344,7 +347,7 @@ if {background}:
 
 @pytest.mark.parametrize("background", [False, True])
 def test_interrupted(tmp_path: Path, script: Run, background: bool) -> None:
-    """Ctrl-C ends a save that still reads its tensors. Later, it only ends the wait."""
+    """Ctrl-C ends a save while it reads its tensors. After that, it only ends the wait."""
     done = script(INTERRUPTED.format(folders=FOLDERS, how="wait=False" if background else "", background=background))
     assert done.returncode == 0, done.stderr
     assert not hidden(tmp_path)
@@ -355,7 +358,7 @@ def test_interrupted(tmp_path: Path, script: Run, background: bool) -> None:
 
 
 def test_a_forked_child_is_refused(tmp_path: Path, script: Run) -> None:
-    """A forked child gets a ForkedError for its parent's save. It neither waits for the save nor damages it."""
+    """A forked child that waits for its parent's save gets ForkedError at once. The save is not affected."""
     done = script(
         textwrap.dedent(f"""
         import os, sys
@@ -380,7 +383,7 @@ def test_a_forked_child_is_refused(tmp_path: Path, script: Run) -> None:
 
 
 def test_a_signal_handler_saves(tmp_path: Path, script: Run) -> None:
-    """A signal handler that interrupts a save and saves to the same path gets an error instead of waiting forever."""
+    """If a signal handler interrupts a save and saves to the same path, it gets an error instead of waiting forever."""
     done = script(
         textwrap.dedent(f"""
         import signal, sys
@@ -404,8 +407,8 @@ def test_a_signal_handler_saves(tmp_path: Path, script: Run) -> None:
 
 
 @pytest.mark.parametrize("wait", [True, False])
-def test_s3_that_refuses_in_the_middle(wait: bool) -> None:
-    """If S3 refuses a part of an upload, a typed error is raised, the existing object stays, and the next save
+def test_s3_refuses_a_part_of_an_upload(wait: bool) -> None:
+    """If S3 refuses a part of an upload, save raises a typed error, the existing object stays, and the next save
     works."""
     large = {"noise": np.random.default_rng(22).integers(0, 256, 30_000_000, np.uint8)}
     with stores.s3() as (options, _), stores.front(str(options["endpoint_url"])) as (url, between):

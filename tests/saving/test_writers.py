@@ -1,7 +1,7 @@
-"""Tests that every writer of a file writes it whole, with the mode, owner and link of the file it replaces.
+"""Tests that every writer writes whole files with the mode, owner and link of the file that is replaced.
 
-TestModes in gosrc/internal/atomicfile checks after every file system call that the file is never readable by more
-users. These tests only check each writer's result.
+TestModes in gosrc/internal/atomicfile checks after every file system call that no file becomes readable by more users.
+These tests only check the result of each writer.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ WRITERS: dict[str, Callable[[Path], object]] = {
 
 
 def states(folder: Path) -> dict[str, tuple[Path, int | None]]:
-    """Returns target paths in each possible state, with the mode to keep, or None for the umask's mode."""
+    """Returns target paths in each possible state with the expected mode. None stands for the mode that the umask
+    gives."""
     (folder / "sub").mkdir()
 
     def file(name: str, mode: int) -> Path:
@@ -112,7 +113,8 @@ def test_modes_and_links(tmp_path: Path, name: str) -> None:
 
 
 def test_fastsafetensors_shards(tmp_path: Path) -> None:
-    """A set of shards that the caller's function fills keeps modes and links, and is private while it is filled."""
+    """If the caller's function fills a set of shards, they keep modes and links, and are private until they are
+    full."""
     torch = pytest.importorskip("torch")
     from overwire.compat.fastsafetensors import saver
 
@@ -127,7 +129,7 @@ def test_fastsafetensors_shards(tmp_path: Path) -> None:
 
     def watched(work: Any) -> None:
         for number in os.listdir("/proc/self/fd"):
-            with contextlib.suppress(FileNotFoundError):  # the descriptor of the listing is closed
+            with contextlib.suppress(FileNotFoundError):  # listing the folder opened this descriptor, now closed
                 if os.readlink(f"/proc/self/fd/{number}").startswith(str(tmp_path)):
                     modes[os.fstat(int(number)).st_ino] = stat.S_IMODE(os.fstat(int(number)).st_mode)
         fill(work)
@@ -139,7 +141,7 @@ def test_fastsafetensors_shards(tmp_path: Path) -> None:
 
 
 def test_private_bundles(tmp_path: Path) -> None:
-    """The first container of a private pickle is private. meta.csv belongs to the folder and keeps its own mode."""
+    """The first container of a private pickle is private. meta.csv belongs to the folder, so it keeps its own mode."""
     path = tmp_path / "x.pkl"
     path.write_bytes(b"")
     path.chmod(0o600)
@@ -151,8 +153,8 @@ def test_private_bundles(tmp_path: Path) -> None:
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
-def test_the_umask_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No writer sets the umask, not even briefly, because it belongs to the whole process."""
+def test_no_writer_sets_the_umask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No writer sets the umask, not even briefly, because the whole process uses it."""
 
     def never(mask: int) -> int:
         raise AssertionError("the umask was set")
@@ -164,7 +166,7 @@ def test_the_umask_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_failures_leave_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A target that is not a file is refused. A writer that fails halfway leaves only the old file."""
+    """A target that is not a file is refused. If a writer fails halfway, only the old file remains."""
     (tmp_path / "folder").mkdir()
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "null").symlink_to("/dev/null")
@@ -205,8 +207,8 @@ def without_unnamed_files(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("kind", [stores.FileWriter, stores.ObjectWriter])
-def test_threads_that_close_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Any) -> None:
-    """If two threads close a file, one writes it and the other waits."""
+def test_two_threads_close_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Any) -> None:
+    """If two threads close one file, one of them writes it and the other waits."""
     path, results = tmp_path / "x", []
     file = kind(str(path))
     file.write(b"bytes")
@@ -232,9 +234,9 @@ def test_threads_that_close_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert results == [b"bytes", b"bytes"] and list(tmp_path.iterdir()) == [path]
 
 
-def test_a_signal_handler_that_closes_what_it_interrupts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A signal handler that calls close or drop on a file during its close gets a clear error, and the close
-    continues."""
+def test_a_signal_handler_closes_the_file_that_is_being_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A signal handler that interrupts the close of a file, and calls close or drop on this file, gets a clear error.
+    The close continues."""
     path = tmp_path / "x"
     file = stores.FileWriter(str(path))
     file.write(b"bytes")
@@ -253,7 +255,7 @@ def test_a_signal_handler_that_closes_what_it_interrupts(tmp_path: Path, monkeyp
 
 
 def test_ctrl_c_in_a_close_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An interrupt after the file got its temporary name leaves only the old file."""
+    """If Ctrl-C arrives after the file got its temporary name, only the old file remains."""
     path = tmp_path / "x"
     path.write_bytes(b"old")
     file, really = stores.FileWriter(str(path)), os.link
@@ -269,9 +271,9 @@ def test_ctrl_c_in_a_close_leaves_the_old_file(tmp_path: Path, monkeypatch: pyte
     assert path.read_bytes() == b"old" and list(tmp_path.iterdir()) == [path]
 
 
-def test_a_writer_that_goes_before_it_was_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A writer that is dropped before anything was written replaces nothing. One that was written to is still
-    finished."""
+def test_a_writer_is_dropped_before_or_after_a_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A writer that is dropped before a write replaces nothing. A writer that is dropped after a write still finishes
+    its file."""
     path = tmp_path / "x"
     path.write_bytes(b"old")
     for name in (False, True):
@@ -290,7 +292,7 @@ def test_a_writer_that_goes_before_it_was_written_to(tmp_path: Path, monkeypatch
 
 
 def test_a_full_disk_keeps_no_half_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A dropped file is not written, so it leaves neither an error nor a temporary file on a full disk."""
+    """On a full disk, a dropped file is not written, and leaves neither an error nor a temporary file."""
     without_unnamed_files(monkeypatch)
     path = tmp_path / "x"
     path.write_bytes(b"old")
@@ -319,8 +321,9 @@ def test_no_python_code_writes_by_itself() -> None:
         assert found == allowed.get(path, []), (path, found)
 
 
-def test_one_file_beside_an_index(tmp_path: Path) -> None:
-    """save_file refuses a file next to the shard index for its name, because the folder would still load by it."""
+def test_a_single_file_next_to_a_shard_index_is_refused(tmp_path: Path) -> None:
+    """save_file refuses a single file that has a shard index next to it for its name, because the folder would still
+    load the shards."""
     path = tmp_path / "model.safetensors"
     many: dict[str, Any] = {"x": np.zeros(999, "f4"), "y": np.arange(999, dtype="f4")}
     ow.save_file(many, path, max_shard_size=4000)
@@ -335,7 +338,7 @@ def test_one_file_beside_an_index(tmp_path: Path) -> None:
     assert set(ow.load_file(tmp_path, framework="np")) == {"x"}
 
 
-def test_the_name_of_a_folder_is_no_file(tmp_path: Path) -> None:
+def test_an_output_name_that_ends_with_a_slash_is_refused(tmp_path: Path) -> None:
     """An output name that ends with / is refused."""
     tensors = {"a": np.zeros(4, np.float32)}
     ow.save_file(tensors, tmp_path / "m.safetensors")

@@ -1,4 +1,4 @@
-"""Soak-tests overwire's public interface for a given time.
+"""Tests overwire's public interface with random loops for a given time.
 
 A seed chooses the loops. Some of them run concurrently or cause faults.
 

@@ -1,4 +1,4 @@
-"""Runs loops over overwire's public interface for a given time, then prints a table of counts.
+"""Runs loops over overwire's public interface for a given time, and then prints a table of counts.
 
     make soak SECONDS=600 SEED=7           or: python tests/soak --seconds 600 --seed 7
     python tests/soak --list               prints the loops and their promises
@@ -35,7 +35,7 @@ from soak.outcomes import KINDS, PATIENCE  # noqa: E402
 
 
 class Table:
-    """Adds up the counts of all rounds by loop, and the failures."""
+    """Adds up the counts and failures of all rounds by loop."""
 
     def __init__(self) -> None:
         self.rounds: Counter[str] = Counter()
@@ -91,7 +91,7 @@ def play(
 
 
 def devices(chosen: str | None) -> list[str]:
-    """Returns the devices to load to. Another process checks whether torch sees a GPU."""
+    """Returns the devices to which the loops load. A separate process checks whether torch finds a GPU."""
     if chosen:
         return [chosen]
     seen = warm.run(["-c", "import torch; print(torch.cuda.is_available())"])
@@ -112,7 +112,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     if unknown := [name for name in names if name not in LOOPS | PLANTED]:
         parser.error(f"no loop is called {unknown[0]!r}: {', '.join(LOOPS)}")
     if chosen.round is not None and len(names) != 1:
-        parser.error("--round is that of one loop: name it by --only")
+        parser.error("--round needs one loop: name it with --only")
     chosen.names = names
     return chosen
 

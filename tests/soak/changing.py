@@ -16,8 +16,8 @@ from .outcomes import Failure, Round
 
 
 def rewrites(round_: Round) -> None:
-    """A load of a file that is rewritten in place, without mmap, gives one complete version or an error of a known
-    class. A plain file has no checksums, so a load may mix two versions if the file's times do not show the change."""
+    """If a file is rewritten in place, a load without mmap gives one complete version or an error of a known class. A
+    plain file has no checksums, so a load may mix two versions if the times of the file do not show the change."""
     rng = round_.rng
     base = random_tensors(rng, rng.choice((1 << 14, 1 << 20, 1 << 23)))
     versions = {number: version(base, number) for number in range(3)}
@@ -58,7 +58,7 @@ def _read(path: Path, versions: dict[int, Tensors], plain: bool, round_: Round, 
 
 
 def sleeps(round_: Round) -> None:
-    """Tensors that sleep and wake in several threads during loads wake bit for bit, and their files contain the same
+    """Tensors that sleep and wake in several threads during loads wake bit for bit, and their files have the same
     tensors. If a sleep times out or is refused for its memory, the tensors do not change. If two threads wake the same
     tensors, they are woken once."""
     rng = round_.rng
@@ -122,8 +122,8 @@ class _Sleeper:
 
 
 def deltas(round_: Round) -> None:
-    """Deltas and chains of deltas, applied in place during loads, give the new tensors. A refused delta (wrong base,
-    damaged, timed out) changes no tensor. A load with a base gives the same tensors."""
+    """Deltas and chains of deltas that are applied in place during loads give the new tensors. A refused delta (wrong
+    base, damaged, timed out) changes no tensor. A load with a base gives the same tensors."""
     rng = round_.rng
     base = random_tensors(rng, rng.choice((1 << 12, 1 << 18, 1 << 22)))
     versions = {number: version(base, number) for number in range(4)}
@@ -162,7 +162,7 @@ def _change(
         applied = True
     present = which(state, {number: versions[number] for number in (at, expected) if number is not None})
     if applied and expected is not None and present != expected and bytes_of(versions[0]):
-        raise Failure("wrong bytes", f"the tensors are version {present} after a delta to {expected}")
+        raise Failure("wrong bytes", f"after a delta to version {expected}, the tensors are version {present}")
     if not applied and present != at:
         raise Failure("wrong bytes", f"a delta was refused, and the tensors are version {present} instead of {at}")
     round_.count("deltas")

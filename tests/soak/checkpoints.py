@@ -1,4 +1,4 @@
-"""Loops over training checkpoints. Readers run while writers replace the checkpoints and are killed, in one process, on
+"""Loops over training checkpoints. Readers run while writers replace the checkpoints and are killed: in one process, on
 two ranks, and in S3."""
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from .ranks import TIMEOUT
 
 Versions = dict[int, Tensors]
 
-# Errors that a reader may get during a write, because the checkpoint was replaced or is missing.
+# A reader may get these errors during a write, because the checkpoint was replaced or does not exist yet.
 _REPLACED = (ow.CorruptError, ow.NotFoundError)
 
 
 @contextlib.contextmanager
 def _own_errors() -> Any:
-    """Raises a rank's error instead of torch's, which is not an Exception."""
+    """Raises the error of a rank instead of torch's error, which is not an Exception."""
     try:
         yield
     except CheckpointException as failure:
@@ -49,7 +49,7 @@ def _save(rng: random.Random, at: Any, versions: Versions, number: int, options:
 
 
 def _load(rng: random.Random, at: Any, versions: Versions, options: Any = None) -> int:
-    """Returns the version of a complete checkpoint, or of its model if load_file reads it."""
+    """Returns the version of a complete checkpoint or, if load_file reads it, of its model."""
     if options is None and rng.random() < 0.3:
         number: int = which(ow.load_file(at, framework="pt"), versions)
         return number
@@ -67,9 +67,9 @@ def _versions(rng: random.Random, count: int = 4) -> Versions:
 
 
 def replaced(round_: Round) -> None:
-    """A writer that is killed at a random time replaces a checkpoint repeatedly. Each reader gets one complete save
-    with its step, or an error that it was replaced. Afterwards the last save or the one before can be read. The next
-    save removes all files of the killed writer."""
+    """A writer replaces a checkpoint repeatedly until it is killed at a random time. Each reader gets one complete save
+    with its step, or an error that the checkpoint was replaced. Afterwards, the last save or the save before it can be
+    read. The next save removes all files of the killed writer."""
     rng, folder = round_.rng, round_.folder / "out"
     versions, log = _versions(rng), round_.folder / "log"
     folder.mkdir()
@@ -121,7 +121,7 @@ def _look_and_save(round_: Round, folder: Path, versions: Versions) -> tuple[int
 
 def ranks(round_: Round) -> None:
     """Two ranks replace a checkpoint of sharded tensors until one or both are killed. A new job starts immediately,
-    while the other rank may still write. Two ranks that load at the same time both get the same complete save, or both
+    while the other rank may still write. If two ranks load at the same time, both get the same complete save, or both
     get an error that it was replaced."""
     rng, folder = round_.rng, round_.folder / "out"
     folder.mkdir()
@@ -144,7 +144,7 @@ def ranks(round_: Round) -> None:
         heirs = job(_save_shards, folder / "c", 2)
         for rank in heirs:
             rank.result()
-        for rank in writers[len(killed) :]:  # gets an error about a closed connection
+        for rank in writers[len(killed) :]:  # these ranks get an error about a closed connection
             rank.kill()
         for rank in readers:
             rank.result()
@@ -179,7 +179,7 @@ def _load_shards(round_: Round, rank: int, at: Path) -> None:
     until = [time.monotonic() + 2]
     dist.broadcast_object_list(until)
     while True:
-        # If one rank cannot open the checkpoint, both must know before they load together.
+        # If one rank cannot open the checkpoint, both ranks must know this before they load together.
         opened: Any = None
         time.sleep(0.1 * round_.rng.random())  # ranks open at different times
         with round_.may_raise(*_REPLACED):
@@ -206,7 +206,7 @@ def _load_shards(round_: Round, rank: int, at: Path) -> None:
 
 
 def _tidy(round_: Round, folder: Path) -> None:
-    """Saves with one process, after which only the new checkpoint remains."""
+    """Saves with one process, and checks that only the new checkpoint remains."""
     dcp.save({"model": {"x": torch.ones(3)}}, storage_writer=CheckpointWriter(folder / "c"), no_dist=True)
     if os.listdir(folder) != ["c"]:
         raise Failure("leak", f"after the next save the folder has {sorted(os.listdir(folder))}")
@@ -216,8 +216,8 @@ def _tidy(round_: Round, folder: Path) -> None:
 
 
 def stores(round_: Round) -> None:
-    """Two writers save to one name in S3, and may be killed at random times. Afterwards there is no checkpoint, or one
-    writer's complete one, which stays. A later save to that name succeeds, or reports that the checkpoint exists."""
+    """Two writers save to one name in S3 and may be killed at random times. Afterwards there is no checkpoint, or the
+    complete checkpoint of one writer, which stays. A later save to this name succeeds or reports that it exists."""
     import pytest
     import stores as real
 
@@ -247,7 +247,7 @@ def stores(round_: Round) -> None:
 
 
 def _save_once(at: str, versions: Versions, number: int, options: Any, round_: Round) -> None:
-    with round_.may_raise(ow.ArgumentError):  # the other writer has saved it
+    with round_.may_raise(ow.ArgumentError):  # the other writer has saved the checkpoint
         _save(round_.rng, at, versions, number, options)
         round_.count("saves of checkpoints")
 

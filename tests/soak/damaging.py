@@ -14,7 +14,7 @@ from overwire.records import read_records
 from .models import Tensors, clones, compare_all, random_tensors, store, version
 from .outcomes import Failure, Round
 
-# Errors that a damaged file may raise.
+# Loading a damaged file may raise these errors.
 REFUSALS = (ow.CorruptError, ow.FormatError, ow.NotSupportedError)
 
 
@@ -41,7 +41,7 @@ def append(rng: random.Random, data: bytearray) -> None:
 
 
 def forget(rng: random.Random, data: bytearray) -> None:
-    """Zeros a sector, as after a power loss."""
+    """Fills a sector with zeros, as after a power loss."""
     at = rng.randrange(0, len(data), 512)
     data[at : at + 512] = bytes(len(data[at : at + 512]))
 
@@ -60,7 +60,8 @@ DAMAGES: tuple[Callable[[random.Random, bytearray], None], ...] = (
 
 def damage(round_: Round) -> None:
     """If a compressed file, a shard, a delta or a bundle is flipped, cut, overwritten or extended, a load gives a typed
-    error or the same bytes. Plain, torch.save and .tensors files do no harm, although a load compares no checksums."""
+    error or the same bytes. A damaged plain, torch.save or .tensors file gives a typed error or any bytes, and never
+    crashes."""
     rng = round_.rng
     tensors = random_tensors(rng, rng.choice((200, 1 << 14, 1 << 18)))
     kind = rng.choice(("compressed", "digests", "shards", "smaller", "plain", "delta", "bundle", "parts", "torch", "tensors"))
@@ -85,7 +86,7 @@ def damage(round_: Round) -> None:
 def _undamaged(
     rng: random.Random, folder: Path, tensors: Tensors, kind: str
 ) -> tuple[list[Path], Callable[[random.Random], None]]:
-    """Makes a model's files, and returns them with a function that loads and compares them in random ways."""
+    """Makes a model's files. Returns them, and a function that loads the model in a random way and compares it."""
     if kind == "delta":
         folder.mkdir()
         changed, path = version(tensors, 5), folder / "d.safetensors"
@@ -96,7 +97,7 @@ def _undamaged(
             try:
                 ow.apply_delta(state, path)
             except ow.OverwireError:
-                compare_all(state, tensors)  # all or nothing
+                compare_all(state, tensors)  # a refused delta changes nothing
                 raise
             compare_all(state, changed)
 

@@ -1,4 +1,5 @@
-"""Loops that change files and compare two readers of each. What both readers accept must be equal."""
+"""Loops that change files and compare two readers of each file. If both readers accept a file, the results are
+equal."""
 
 from __future__ import annotations
 
@@ -25,12 +26,12 @@ _DTYPES = [
     torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn, torch.float8_e5m2, torch.uint16, torch.uint32,
     torch.uint64, torch.float8_e8m0fnu, torch.float4_e2m1fn_x2,
 ]  # fmt: skip
-# Numbers at which readers differ.
+# Readers may differ at these numbers.
 _EDGES = (
     0, 1, 2, 3, 4, 7, 8, 15, 16, 17, 31, 63, 64, 127, 128, 255, 256, 257, 4095, 4096, 8192, 65535, 65536, 0xFFFFFFFF,
     0x80000000, 0x7FFFFFFF,
 )  # fmt: skip
-# Number of changes tried on one file.
+# This many changes are tried on each file.
 _EACH = 25
 
 
@@ -39,7 +40,7 @@ def _random_bytes(rng: random.Random, count: int) -> torch.Tensor:
 
 
 def _random_tensor(rng: random.Random, shape: list[int], is_coded: bool) -> torch.Tensor:
-    """Returns a tensor of any dtype, with random bytes or with compressible values as in models."""
+    """Returns a tensor of any dtype, with random bytes, or with values that compress like those of models."""
     dtype = rng.choice(_DTYPES)
     count = torch.Size(shape).numel()
     if is_coded and dtype.is_floating_point and dtype.itemsize > 1:
@@ -60,9 +61,9 @@ def _random_tensor(rng: random.Random, shape: list[int], is_coded: bool) -> torc
 
 
 def containers(round_: Round) -> None:
-    """For a container with changed fields or stored bytes and right checksums, the engine and the reader without the
-    engine give the same names, dtypes, shapes and bytes, or both refuse it. load_file accepts what safe_open
-    accepts."""
+    """If fields or stored bytes of a container are changed and its checksums are right, the engine and the portable
+    reader give the same names, dtypes, shapes and bytes, or both refuse it. load_file accepts the same files as
+    safe_open."""
     rng, path = round_.rng, round_.folder / "m.safetensors"
     while round_.lasts():
         round_.doing = "saving"
@@ -146,7 +147,7 @@ def _bytes_or_class(file: Any, name: str) -> bytes | type:
 
 
 class _OfFrame:
-    """A frame that the engine refuses. libzstd accepts some blocks that the engine's library does not."""
+    """A frame that the engine refuses. libzstd accepts some blocks that the engine's library refuses."""
 
 
 def _compare_readers(round_: Round, path: Path) -> None:
@@ -189,7 +190,7 @@ def _spell(fate: Any) -> Any:
 
 
 def tensors_files(round_: Round) -> None:
-    """If a changed or cut .tensors file loads with other tensors, verify finds the damage."""
+    """If a .tensors file was changed or cut and loads with other tensors, verify finds the damage."""
     rng, path = round_.rng, round_.folder / "m.tensors"
     while round_.lasts():
         round_.doing = "saving"
@@ -240,7 +241,7 @@ def _compare_with_verify(round_: Round, path: Path, want: dict[str, Any]) -> Non
 
 def torch_files(round_: Round) -> None:
     """For a torch.save file, even with a changed pickle, convert gives the same names, dtypes, shapes and bytes as
-    torch.load, or raises an error of overwire. It converts every unchanged file."""
+    torch.load or raises an error of overwire. It converts every unchanged file."""
     warnings.simplefilter("ignore")
     rng, path = round_.rng, round_.folder / "m.pt"
     while round_.lasts():
@@ -336,18 +337,18 @@ def _tensors_in(value: Any, at: tuple[str, ...] = ()) -> Iterator[tuple[str, tor
 
 def _bytes_of(tensor: torch.Tensor) -> bytes:
     whole = tensor.detach().resolve_conj().resolve_neg() if tensor.is_complex() else tensor.detach()
-    whole = whole.view(torch.uint8) if whole.dtype is torch.float4_e2m1fn_x2 else whole  # torch cannot copy it strided
+    whole = whole.view(torch.uint8) if whole.dtype is torch.float4_e2m1fn_x2 else whole  # torch cannot copy it
     flat = whole.clone(memory_format=torch.contiguous_format).reshape(-1)
     return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
 
 
 def _compare_with_torch(round_: Round, path: Path, kept: dict[Any, Any] | None) -> None:
-    """Compares convert with torch.load. kept is the saved object, or None to compare with the result of torch.load, if
-    it accepts the file."""
+    """Compares convert with torch.load. kept is the saved object. If kept is None and torch.load accepts the file,
+    compares with its result."""
     want: list[tuple[str, torch.Tensor]] | None
     try:
         want = list(_tensors_in(kept if kept is not None else torch.load(path, weights_only=True)))
-    except Exception:  # a broken pickle may raise any class
+    except Exception:  # a broken pickle may raise any error
         want = None
     target = path.with_suffix(".safetensors")
     names = [name for name, _ in want or ()]

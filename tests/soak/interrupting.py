@@ -23,7 +23,7 @@ Work = Callable[[random.Random], None]
 
 
 def _works(round_: Round, stored: Stored, versions: dict[int, Tensors]) -> dict[str, tuple[Work, Callable[[], None]]]:
-    """Returns, by name, work that may be interrupted at any time, and the check that must then succeed."""
+    """Returns, by name, work that may be interrupted at any time, and a check that must succeed afterwards."""
     folder, device = round_.folder / "out", round_.device
     folder.mkdir()
     state = clones(stored.tensors, device)
@@ -60,7 +60,7 @@ def _works(round_: Round, stored: Stored, versions: dict[int, Tensors]) -> dict[
                 sleeping.clear()
 
     def delta(rng: random.Random) -> None:
-        # Once the tensors have changed, the delta is refused.
+        # If the tensors have already changed, the delta is refused.
         with round_.may_raise(ow.DeadlineError, ow.DeltaBaseError):
             ow.apply_delta(changed, folder / "delta.safetensors", timeout=rng.choice((None, 0.001)))
 
@@ -89,7 +89,7 @@ def _works(round_: Round, stored: Stored, versions: dict[int, Tensors]) -> dict[
 
 def cancels(round_: Round) -> None:
     """Ctrl-C at a random time ends every function with KeyboardInterrupt, and a timeout ends it with DeadlineError.
-    Then tensors have not changed, files are old or new ones, nothing is open, and the next call works."""
+    Then tensors have not changed, each file is the old or the new one, nothing is open, and the next call works."""
     rng = round_.rng
     base = random_tensors(rng, rng.choice((1 << 14, 1 << 20, 1 << 23)))
     stored = store(rng, round_.folder / "model", random_tensors(rng, rng.choice((1 << 16, 1 << 22))))
@@ -117,7 +117,7 @@ def _opened() -> int:
 
 
 def _interrupted(round_: Round, rng: random.Random, work: Work) -> None:
-    """Runs work until SIGINT arrives. If work ends first, waits for SIGINT."""
+    """Runs work until SIGINT arrives. If the work ends first, waits for SIGINT."""
     delay = rng.choice((0.0005, 0.005, 0.05)) * rng.random()
     timer = threading.Timer(delay, os.kill, (os.getpid(), signal.SIGINT))
     lost: list[str] = []
@@ -139,7 +139,7 @@ def _interrupted(round_: Round, rng: random.Random, work: Work) -> None:
 
 
 def signals(round_: Round) -> None:
-    """A signal handler may call overwire, even if it interrupts a call of overwire. Both calls get the right bytes."""
+    """A signal handler can call overwire even if it interrupts a call of overwire. Both calls get the right bytes."""
     rng = round_.rng
     outer = store(rng, round_.folder / "outer", random_tensors(rng, rng.choice((1 << 16, 1 << 21))))
     inner = store(rng, round_.folder / "inner", random_tensors(rng, 1 << 12))
@@ -169,8 +169,8 @@ def signals(round_: Round) -> None:
 
 
 def forks(round_: Round) -> None:
-    """A child forked during loads can read plain files and its parent's tensors. Every other call raises ForkedError.
-    The child ends, and the parent's loads continue. The same holds for forked workers of a DataLoader."""
+    """A child that is forked during loads can read plain files and its parent's tensors. All its other calls raise
+    ForkedError. The child exits, and the parent's loads continue. Forked workers of a DataLoader are also tested."""
     rng = round_.rng
     models = [store(rng, round_.folder / form, random_tensors(rng, 1 << rng.choice((12, 20))), form) for form in ("plain", "compressed")]
     kept = [ow.load_file(model.path, framework="pt") for model in models]
@@ -217,7 +217,7 @@ def _in_fork(models: list[Stored], kept: list[Tensors], round_: Round) -> None:
 
 
 class _Rows:
-    """A data set of the rows of a plain file, which is opened again for each row."""
+    """A data set with the rows of a plain file. The file is opened again for each row."""
 
     def __init__(self, path: Path, name: str, rows: int) -> None:
         self.path, self.name, self.rows = path, name, rows

@@ -1,4 +1,4 @@
-"""A loop that looks for leaks."""
+"""A loop that searches for leaks."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import overwire as ow
 from .models import clones, compare_all, random_tensors, store, version
 from .outcomes import Failure, Round
 
-# Growth between two measurements that is not a leak, because the allocator's pages and arenas vary.
+# This much growth between two measurements is not a leak, because the allocator's pages and arenas vary.
 SLACK = {"descriptors": 0, "threads": 2, "mappings": 64, "KiB": 12 << 10}
-DRIVERS_OWN = {"KiB": 48 << 10}  # on a GPU: the driver fills its own pools more slowly
+DRIVERS_OWN = {"KiB": 48 << 10}  # on a GPU, because the driver fills its own pools slowly
 
 
 def leaks(round_: Round) -> None:

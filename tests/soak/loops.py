@@ -32,13 +32,13 @@ class Loop(NamedTuple):
     cheap: bool = True
 
     def body(self) -> Callable[[Round], None]:
-        """Returns the function. Its module imports torch."""
+        """Returns the function. This imports its module, which imports torch."""
         module, name = self.place.split(".")
         function: Callable[[Round], None] = getattr(importlib.import_module(f"soak.{module}"), name)
         return function
 
 
-# Loops by name. Each function's docstring is the loop's promise.
+# Loops by name. The docstring of each function says what the loop checks.
 LOOPS: dict[str, Loop] = {
     "threads": Loop("reading.threads", 4, gpu=True),
     "preloads": Loop("reading.preloads"),
@@ -66,14 +66,15 @@ LOOPS: dict[str, Loop] = {
     "leaks": Loop("leaking.leaks", gpu=True, cheap=False),
 }
 
-# Loops that fail. See `planted`.
+# Loops that always fail. See `planted`.
 PLANTED = {f"planted-{kind.replace(' ', '-')}": Loop(f"planted.{kind.replace(' ', '_')}") for kind in KINDS}
 
 _CLONE_NEWNS, _MS_REC, _MS_PRIVATE = 0x20000, 0x4000, 1 << 18  # linux/sched.h, linux/mount.h
 
 
 def _take_shared_memory() -> Path | None:
-    """Gives this process and its children a separate /dev/shm, if it may mount, so that it has only their files."""
+    """Mounts a separate /dev/shm for this process and its children, so that it has only their files. Returns None if
+    the process may not mount."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.unshare(_CLONE_NEWNS) or libc.mount(b"none", b"/", None, _MS_REC | _MS_PRIVATE, None):
         return None
@@ -81,7 +82,8 @@ def _take_shared_memory() -> Path | None:
 
 
 def _watch(seconds: float) -> int:
-    """Forks a process that makes this one print its stacks after a time, and returns its id. The caller ends it."""
+    """Forks a process that makes this process print its stacks after a time, and returns its id. The caller kills
+    it."""
     if watching := os.fork():
         return watching
     end_with_parent()
@@ -94,7 +96,7 @@ def run(name: str, seed: str, device: str, seconds: float, watching: int) -> Rou
     """Runs one round of a loop in the working folder, and checks that it leaves nothing."""
     import torch
 
-    torch.set_num_threads(1)  # a forked child would lack its threads
+    torch.set_num_threads(1)  # a forked child would have no other threads of torch
     shared, temporary = _take_shared_memory(), Path("temporary").absolute()
     temporary.mkdir()
     os.environ["TMPDIR"] = tempfile.tempdir = str(temporary)
@@ -108,7 +110,7 @@ def run(name: str, seed: str, device: str, seconds: float, watching: int) -> Rou
     os.kill(watching, signal.SIGKILL)
     grace = min(5.0, PATIENCE)
     stayed = processes.left(grace)
-    until = time.monotonic() + grace  # background work may still be ending
+    until = time.monotonic() + grace  # background work may still run
     while (
         rest := [str(path) for place in (shared, temporary) if place for path in place.iterdir()]
     ) and time.monotonic() < until:

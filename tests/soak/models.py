@@ -1,4 +1,4 @@
-"""Makes random models, stores them in several forms, and compares loaded tensors with saved ones."""
+"""Makes random models, stores them in several forms, and compares loaded tensors with the saved ones."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .outcomes import Failure
 
 Tensors = dict[str, torch.Tensor]
 
-# Forms in which `store` can store a model. The rare ones take longer.
+# Forms in which `store` can store a model. The forms in RARE take longer.
 FORMS = ("compressed", "compressed", "plain", "shards", "plain shards", "digests", "tensorizer")
 RARE = ("smaller", "parts")
 _DTYPES = (
@@ -34,7 +34,7 @@ class Stored(NamedTuple):
 
 
 def random_tensors(rng: random.Random, size: int = 1 << 20) -> Tensors:
-    """Returns tensors of about size bytes in total, of the usual dtypes and awkward shapes. Some are tied or equal."""
+    """Returns tensors of about size bytes in total, with usual dtypes and unusual shapes. Some are tied or equal."""
     source = torch.Generator().manual_seed(rng.getrandbits(48))
     tensors: Tensors = {}
     count = rng.randint(2, 12)
@@ -62,7 +62,7 @@ def _random_tensor(rng: random.Random, source: torch.Generator, dtype: torch.dty
 
 
 def version(tensors: Tensors, number: int) -> Tensors:
-    """Returns the same names, dtypes, shapes and ties, with other values in every non-empty tensor."""
+    """Returns tensors with the same names, dtypes, shapes and ties. Every non-empty tensor has other values."""
     source = torch.Generator().manual_seed(number)
     changed: Tensors = {}
     ties: dict[int, torch.Tensor] = {}
@@ -77,13 +77,13 @@ def version(tensors: Tensors, number: int) -> Tensors:
         elif flat.numel():
             where = torch.randint(0, flat.numel(), (max(1, flat.numel() // 50),), generator=source)
             flat[where] = torch.randint(1, 100, (len(where),), generator=source).to(torch.uint8)
-            flat[:1] = number  # differs for each version
+            flat[:1] = number  # each version has another value
         changed[name] = ties[id(tensor)] = whole
     return changed
 
 
 def store(rng: random.Random, folder: Path, tensors: Tensors, form: str | None = None) -> Stored:
-    """Saves a model below folder, in the given form or a random one."""
+    """Saves a model below folder, in the given form or in a random form."""
     form = form or (rng.choice(RARE) if rng.random() < 0.15 else rng.choice(FORMS))
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / ("model.tensors" if form == "tensorizer" else "model.safetensors")
@@ -106,12 +106,12 @@ def bytes_of(tensors: Tensors) -> int:
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the bytes of a contiguous tensor as a view."""
+    """Returns a view of a contiguous tensor's bytes."""
     return tensor.detach().reshape(-1).view(torch.uint8)
 
 
 def compare(name: str, loaded: Any, want: torch.Tensor) -> None:
-    """Raises Failure unless a tensor, an array or bytes have a tensor's dtype, shape and bytes."""
+    """Raises Failure unless a loaded tensor, array or bytes object has the dtype, shape and bytes of want."""
     if isinstance(loaded, torch.Tensor):
         if loaded.dtype != want.dtype or loaded.shape != want.shape:
             raise Failure("wrong bytes", f"{name}: {loaded.dtype} {tuple(loaded.shape)}, saved as {want.dtype} {tuple(want.shape)}")
@@ -131,7 +131,7 @@ def compare(name: str, loaded: Any, want: torch.Tensor) -> None:
 
 
 def compare_all(loaded: Mapping[str, Any], want: Tensors, names: Iterable[str] | None = None) -> None:
-    """Compares a whole model like `compare`, or only these names."""
+    """Compares the tensors of a whole model, or only the named tensors, with `compare`."""
     expected = list(want) if names is None else list(names)
     if sorted(loaded) != sorted(expected):
         raise Failure("wrong bytes", f"the tensors are {sorted(loaded)}, saved were {sorted(expected)}")
@@ -140,7 +140,7 @@ def compare_all(loaded: Mapping[str, Any], want: Tensors, names: Iterable[str] |
 
 
 def which(loaded: Mapping[str, Any], versions: Mapping[Any, Tensors]) -> Any:
-    """Returns the version of a loaded model, which must be complete."""
+    """Returns the version of a loaded model. Raises Failure if the model is not one complete version."""
     reasons = []
     for number, tensors in versions.items():
         try:
@@ -152,6 +152,6 @@ def which(loaded: Mapping[str, Any], versions: Mapping[Any, Tensors]) -> Any:
 
 
 def clones(tensors: Tensors, device: str = "cpu") -> Tensors:
-    """Returns copies in which tied tensors stay tied."""
+    """Returns copies of tensors. Tied tensors stay tied."""
     copies: dict[int, torch.Tensor] = {}
     return {name: copies.setdefault(id(tensor), tensor.to(device, copy=True)) for name, tensor in tensors.items()}

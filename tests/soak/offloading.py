@@ -1,5 +1,5 @@
-"""Tests offload repeatedly: blocks store, change and replace their weights at random, and must give the same results
-as in a model that is not offloaded."""
+"""A loop over offload: blocks keep, change and replace their weights at random, and must give the same results as in a
+model that is not offloaded."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 from .outcomes import Failure, Round
 
-# What a block may store of its weight: objects that share the weight's memory.
+# Objects that a block may keep. They share the memory of its weight.
 _HOLDS: list[Callable[[Any], Any]] = [
     lambda w: w.t(),
     lambda w: w.data[1],
@@ -22,7 +22,7 @@ _HOLDS: list[Callable[[Any], Any]] = [
     lambda w: [w[2], {"w": w.view(-1)}],
 ]
 
-# Ways in which a block may change its weight.
+# Functions that change the weight of a block.
 _CHANGES: list[Callable[[Any], Any]] = [
     lambda block: block.weight.mul_(1.25),
     lambda block: block.weight.data.copy_(block.weight.data.flip(0)),
@@ -34,7 +34,7 @@ _CHANGES: list[Callable[[Any], Any]] = [
 
 
 class Block(torch.nn.Module):
-    """A block with a list of acts, one for each run."""
+    """A block with a list of acts. Each run performs the next act."""
 
     def __init__(self, rng: random.Random, number: int) -> None:
         super().__init__()
@@ -80,8 +80,8 @@ def _run(model: Any, rounds: int) -> list[Any]:
 
 
 def escapes(round_: Round) -> None:
-    """Whatever a block stores of its weights and however it changes them, outputs and weights are the same as in the
-    resident model. This holds for every number of slots, and after errors during a pass."""
+    """If blocks keep or change their weights in any way, outputs and weights equal the resident model's, with every
+    number of slots and after errors during a pass."""
     rng = round_.rng
     while round_.lasts():
         model = torch.nn.Module()

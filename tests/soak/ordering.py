@@ -1,4 +1,4 @@
-"""A loop over background saves: several writers save to the same paths, some without waiting, in random order."""
+"""A loop over background saves: several writers save to the same paths in random order, and some do not wait."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Versions = dict[int, Tensors]
 
 
 def _spellings(path: Path) -> list[str]:
-    """Returns names of the same file. One goes through a link to its folder."""
+    """Returns several names of the same file. One name goes through a link to its folder."""
     return [str(path), f"{path.parent}/../{path.parent.name}/./{path.name}", f"file://{path}", f"{path.parent}-link/{path.name}"]
 
 
@@ -30,8 +30,8 @@ def _sources(folder: Path, versions: Versions) -> dict[int, Path]:
 
 
 def background_saves(round_: Round) -> None:
-    """The save that began last decides the file at a path, in whatever order saves end, for all saving functions and
-    spellings of the path. Readers get one complete save. No hidden file stays."""
+    """The save that began last decides which file is at a path, in whatever order saves end, for all save functions and
+    all spellings of the path. Readers get one complete save. No hidden file is left."""
     rng, folder = round_.rng, round_.folder / "out"
     folder.mkdir()
     os.symlink(folder, round_.folder / "out-link")

@@ -1,8 +1,8 @@
 """Records one round of a loop: its counts, failures, threads and child processes.
 
-A round runs in a separate process that has imported torch but not started the engine. It may fork children until it
+A round runs in a separate process that has imported torch and not started the engine. It may fork children until it
 starts the engine. Every load is compared with the saved tensors. An error is expected only if the loop lists its class.
-Everything else is a failure of one of KINDS. A failure does not end the round by itself.
+Everything else is a failure of one of KINDS. A failure does not end the round.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from typing import Any
 
 import overwire as ow
 
-# Kinds of failures, by their names in the final table.
+# Kinds of failures. The final table uses these names.
 KINDS = ("wrong bytes", "hang", "leak", "untyped error", "unexpected error", "crash")
 
-# Seconds that a child process or a thread may exceed its time before it counts as hanging.
+# A child process or a thread that exceeds its time by more than this number of seconds counts as hanging.
 PATIENCE = float(os.environ.get("OVERWIRE_SOAK_PATIENCE") or 60)
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -39,7 +39,7 @@ STACKS = signal.SIGUSR2
 
 
 class Failure(Exception):
-    """A fault that a loop finds. kind is one of KINDS."""
+    """A fault that a loop has found. kind is one of KINDS."""
 
     def __init__(self, kind: str, text: str) -> None:
         assert kind in KINDS, kind
@@ -48,7 +48,7 @@ class Failure(Exception):
 
 
 class Reported(Exception):
-    """A child process has failed, and its failures are already recorded in the round."""
+    """Raised if a child process has failed. The round has already recorded its failures."""
 
 
 def end_with_parent() -> None:
@@ -57,7 +57,7 @@ def end_with_parent() -> None:
 
 
 def kind_of(error: BaseException) -> str:
-    """Returns the kind of an unexpected exception, one of KINDS."""
+    """Returns the kind of failure for an unexpected exception."""
     if isinstance(error, Failure):
         return error.kind
     if isinstance(error, ow.EngineError):
@@ -77,16 +77,16 @@ class Round:
         self._until: float | None = None
         self.counts: Counter[str] = Counter()
         self.failures: list[tuple[str, str]] = []
-        self.doing = ""  # failures also name it
+        self.doing = ""  # what the loop does now; failures include it
         self._lock = threading.Lock()
         self._children = 0
 
     def lasts(self) -> bool:
-        """Returns whether the round has time left, counted from the first call, and nothing has failed."""
+        """Returns whether the round has time left and nothing has failed. The time begins with the first call."""
         return self.left() > 0 and not self.failures
 
     def left(self) -> float:
-        """Returns the seconds left."""
+        """Returns how many seconds are left."""
         now = time.monotonic()
         if self._until is None:
             self._until = now + self.seconds
@@ -107,7 +107,7 @@ class Round:
 
     @contextlib.contextmanager
     def may_raise(self, *classes: type[BaseException]) -> Iterator[None]:
-        """Allows a block to end with one of these exceptions, which counts as a refusal."""
+        """Allows a block to end with one of these exceptions, and counts it as a refusal."""
         try:
             yield
         except classes as error:
@@ -117,7 +117,7 @@ class Round:
             self.count(f"refused: {type(error).__name__}")
 
     def beside(self, *bodies: Callable[[Round, random.Random], None]) -> None:
-        """Runs each body repeatedly in a separate thread until the time is over or one fails."""
+        """Runs each body repeatedly in its own thread, until the time is over or a body fails."""
         threads = []
         for number, body in enumerate(bodies):
             rng = random.Random(f"{self.seed} thread {number}")
@@ -138,11 +138,11 @@ class Round:
             self.fail(error)
 
     def child(self, body: Callable[[Round], Any], ends: str = "at once") -> Child:
-        """Forks a process that runs body with its own round. If ends is "as a program", the interpreter's exit is part
-        of the test."""
+        """Forks a process that runs body with its own round. With ends="as a program", the process also tests the exit
+        of the interpreter."""
         self._children += 1
         for name in ow.__all__ if self._children == 1 else ():
-            getattr(ow, name)  # imported once, which does not start the engine
+            getattr(ow, name)  # imports the module of each name; the engine does not start
         return Child(self, body, f"{self.seed} child {self._children}", self._children, ends)
 
     def in_child(self, body: Callable[[Round], Any], limit: float = PATIENCE) -> Any:
@@ -183,7 +183,7 @@ class Child:
         if ends == "at once":
             os._exit(0)
         del value
-        ctypes.pythonapi.Py_Exit(0)  # ends as a program does, without unwinding the parent's frames
+        ctypes.pythonapi.Py_Exit(0)  # exits like a program, without unwinding the parent's frames
 
     def kill(self, with_signal: int = signal.SIGKILL) -> None:
         """Sends a signal and waits for the process. Death by this signal is not a failure."""
@@ -195,11 +195,11 @@ class Child:
             self.status = 0
 
     def wait(self, limit: float = PATIENCE) -> None:
-        """Waits for the process, which must end within limit and the seconds of a round."""
+        """Waits for the process. It must end at most limit seconds after the time of the round is over."""
         self._wait(self._round.seconds + limit)
 
     def result(self, limit: float = PATIENCE) -> Any:
-        """Returns body's result, and adds its failures to the round."""
+        """Returns the result of body, and adds the child's failures to the round."""
         self.wait(limit)
         if self.status:
             raise Failure("crash", f"a child process has ended with {self.status}")
@@ -228,5 +228,5 @@ class Child:
 
 
 def report(round_: Round) -> str:
-    """Returns the round as one line of JSON, for the program that has started it."""
+    """Returns the round as one line of JSON for the program that started it."""
     return json.dumps({"counts": dict(round_.counts), "failures": round_.failures})

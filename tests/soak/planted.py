@@ -1,4 +1,4 @@
-"""Loops that each fail with one kind of failure, to show that the soak test finds it. Only `--only` chooses them."""
+"""Loops that each have one kind of failure, to show that the soak test finds it. Only `--only` chooses these loops."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .outcomes import Round
 
 
 def wrong_bytes(round_: Round) -> None:
-    """One bit of the loaded data differs."""
+    """Loads data and changes one bit of it."""
     stored = store(round_.rng, round_.folder / "model", random_tensors(round_.rng, 1000))
     loaded = clones(ow.load_file(stored.path, framework="pt"))
     as_bytes(loaded["t0"])[0] ^= 1
@@ -22,7 +22,7 @@ def wrong_bytes(round_: Round) -> None:
 
 
 def hang(round_: Round) -> None:
-    """A child process does not end."""
+    """Starts a child process that does not end."""
     round_.in_child(lambda child: time.sleep(3600))
 
 
@@ -32,16 +32,16 @@ def leak(round_: Round) -> None:
 
 
 def untyped_error(round_: Round) -> None:
-    """A thread raises an exception that is not overwire's."""
+    """Raises an exception in a thread that is not an error of overwire."""
     with round_.may_raise(ow.OverwireError):
         round_.beside(lambda thread, rng: {}["missing"])
 
 
 def unexpected_error(round_: Round) -> None:
-    """A child process raises an exception of overwire that the loop does not expect."""
+    """Raises an error of overwire in a child process that the loop does not expect."""
     round_.in_child(lambda child: ow.load_file(round_.folder / "none.safetensors"))
 
 
 def crash(round_: Round) -> None:
-    """A signal ends the process."""
+    """Ends the process by a signal."""
     os.kill(os.getpid(), signal.SIGSEGV)

@@ -17,19 +17,19 @@ import torch.distributed as dist
 from .models import Stored, Tensors, compare_all, random_tensors, store
 from .outcomes import Failure, Round
 
-# Seconds after which gloo gives up on a rank.
+# gloo gives up on a rank after this number of seconds.
 TIMEOUT = 20
 
 
 def loads(round_: Round) -> None:
-    """The ranks of a group load and stream together, whole tensors or blocks along any dimension. Each rank gets its
-    parts of the files with every transport, and then ends as a program does."""
+    """The ranks of a group load and stream whole tensors, or blocks along any dimension, together. Each rank gets its
+    parts of the files with every transport, and then exits like a program."""
     _play(round_, _load_all)
 
 
 def losses(round_: Round) -> None:
-    """When a rank raises, closes its stream early or is killed, the others soon get an overwire error. The remaining
-    ranks can load again separately, and together if none was killed."""
+    """If a rank raises an error, closes its stream early or is killed, the other ranks soon get an overwire error. The
+    remaining ranks can load again separately and, if no rank was killed, together."""
     _play(round_, round_.rng.choice((_one_raises, _one_closes, _one_dies)))
 
 
@@ -39,7 +39,7 @@ def _play(round_: Round, body: Callable[[Round, list[Stored], int, int, random.R
     size, exchange = rng.randint(2, 4), rng.choice(("mapped", "collective", "none", "auto"))
     models = _make(round_)
     round_.doing = f"{body.__name__}, {size} ranks, {exchange}"
-    os.environ["OVERWIRE_EXCHANGE"] = exchange  # the ranks' engines read it when they start
+    os.environ["OVERWIRE_EXCHANGE"] = exchange  # the engine of each rank reads this when it starts
     dying = body is _one_dies
     ends = "at once" if dying else "as a program"
     ranks = [round_.child(partial(_rank, body, models, rank, size, round_.seed), ends) for rank in range(size)]
@@ -82,7 +82,7 @@ def _rank(body: Callable[..., None], models: list[Stored], rank: int, size: int,
 
 
 def _cut(tensors: Tensors, rng: random.Random, rank: int, size: int) -> tuple[dict[str, int] | None, Tensors]:
-    """Returns the dimension along which each tensor is cut, and this rank's blocks."""
+    """Returns the dimension along which each tensor is cut, and the blocks of this rank."""
     shard = {
         name: rng.randrange(tensor.dim()) for name, tensor in tensors.items() if tensor.dim() and rng.random() < 0.5
     }
@@ -164,7 +164,7 @@ def _one_dies(round_: Round, models: list[Stored], rank: int, size: int, rng: ra
 
 
 def _kill_later(seconds: float) -> None:
-    """Kills this process from a forked process, without a thread."""
+    """Kills this process from a forked process after some seconds. No thread is needed."""
     pid = os.getpid()
     if os.fork() == 0:
         time.sleep(seconds)

@@ -15,7 +15,7 @@ from .outcomes import Round
 
 
 class Shared:
-    """A model that threads share, as an opened file and as a pinned model. Any thread may close either."""
+    """A model that threads share: as an open file and as a pinned model. Any thread may close either of them."""
 
     def __init__(self, stored: Stored) -> None:
         self.stored = stored
@@ -34,7 +34,7 @@ class Shared:
             return self._pinned
 
     def close(self, pinned: bool) -> None:
-        """Closes the file or the pinned model while other threads may use it."""
+        """Closes the file or the pinned model, which other threads may still use."""
         with self._lock:
             if pinned:
                 closing, self._pinned = self._pinned, None
@@ -45,8 +45,8 @@ class Shared:
 
 
 def threads(round_: Round) -> None:
-    """Threads that load, slice, stream, pin, verify and close the same models concurrently each get the saved bytes, in
-    separate memory. If another thread has closed a model, ArgumentError is raised."""
+    """If threads load, slice, stream, pin, verify and close the same models at the same time, each gets the saved bytes
+    in its own memory, or ArgumentError if another thread has closed the model."""
     rng = round_.rng
     size = rng.choice((1 << 14, 1 << 20, 1 << 22))
     models = [Shared(store(rng, round_.folder / f"m{n}", random_tensors(rng, size))) for n in range(rng.randint(1, 3))]
@@ -75,13 +75,13 @@ def _whole(round_: Round, rng: random.Random, model: Shared) -> None:
     loaded = ow.load_file(model.stored.path, device=round_.device, framework=framework, **options)
     compare_all(loaded, model.stored.tensors, names)
     round_.count("loads")
-    if framework == "pt" and rng.random() < 0.3:  # the tensors belong to the caller, so no other load may see this
+    if framework == "pt" and rng.random() < 0.3:  # the caller owns the tensors, so no other load may see this
         for tensor in loaded.values():
             as_bytes(tensor).fill_(77)
 
 
 def _slices(round_: Round, rng: random.Random, model: Shared) -> None:
-    with round_.may_raise(ow.ArgumentError):  # closed in the meantime
+    with round_.may_raise(ow.ArgumentError):  # another thread may have closed it
         file = model.opened(round_.device)
         for name in rng.sample(list(model.stored.tensors), min(3, len(model.stored.tensors))):
             want = model.stored.tensors[name]
@@ -118,7 +118,7 @@ def _streamed(round_: Round, rng: random.Random, model: Shared) -> None:
 def _from_pinned(round_: Round, rng: random.Random, model: Shared) -> None:
     if model.stored.form == "tensorizer":
         return
-    with round_.may_raise(ow.ArgumentError):  # released in the meantime
+    with round_.may_raise(ow.ArgumentError):  # another thread may have released it
         pinned = model.pinned()
         if rng.random() < 0.5:
             compare_all(pinned.load_file(device=round_.device, framework="pt"), model.stored.tensors)
@@ -142,8 +142,8 @@ def _verified(round_: Round, rng: random.Random, model: Shared) -> None:
 
 
 def preloads(round_: Round) -> None:
-    """A load that joins a preload gets the file's current bytes, even if the file was replaced in the meantime, if
-    several loads join one preload, or if the preload is dropped before it ends."""
+    """A load that joins a preload gets the current bytes of the file, even if the file was replaced, if several loads
+    join one preload, or if the preload is dropped before it ends."""
     rng = round_.rng
     tensors = random_tensors(rng, rng.choice((1 << 16, 1 << 21)))
     while round_.lasts():
@@ -164,7 +164,7 @@ def preloads(round_: Round) -> None:
         compare_all(ow.load_file(stored.path, framework="pt"), tensors)
         round_.count("loads", 2)
         if preload is not None and rng.random() < 0.5:
-            with round_.may_raise(ow.OverwireError):  # for replaced files
+            with round_.may_raise(ow.OverwireError):  # the file may have been replaced
                 preload.wait(30)
         for path in list(round_.folder.glob("model/*")):
             path.unlink()

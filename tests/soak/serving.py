@@ -1,4 +1,4 @@
-"""Tests stores repeatedly: servers that are slow, cut answers or send wrong ones, and real Redis and S3 servers."""
+"""Loops over stores: servers that are slow, cut answers or send wrong ones, and real Redis and S3 servers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import overwire as ow
 from .models import Tensors, random_tensors, store, version, which
 from .outcomes import Failure, Round
 
-# Errors of loads over a network. CorruptError means that the object has changed or the server's answer is wrong.
+# Loads over a network may raise these errors. CorruptError means that the object or the server's answer has changed.
 REFUSALS = (
     ow.IOFailure, ow.DeadlineError, ow.CorruptError, ow.FormatError, ow.NotFoundError, ow.NotSupportedError,
     ow.AccessError,
@@ -27,7 +27,7 @@ REFUSALS = (
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Serves one object by ranges. With some probability an answer has one of FAULTS."""
+    """Serves one object by ranges. With the probability `chance`, an answer has one of FAULTS."""
 
     protocol_version = "HTTP/1.1"
     objects: list[tuple[str, bytes]] = []  # (ETag, bytes); only the first is served
@@ -111,7 +111,7 @@ FAULTS = ("cut", "cut", "stall", "drop", "503", "500", "429", "404", "whole", "l
 def serving(
     rng: random.Random, data: bytes, chance: float, faults: tuple[str, ...]
 ) -> Iterator[tuple[str, type[Handler]]]:
-    """Yields the URL of an object's server, and the handler class with the object."""
+    """Yields the URL of a server for an object, and the handler class, which has the object."""
     kind = type("OneHandler", (Handler,), {"objects": [('"0"', data)], "chance": chance, "faults": faults, "rng": rng})
     server = ThreadingHTTPServer(("127.0.0.1", 0), kind)
     server.daemon_threads = True
@@ -125,11 +125,11 @@ def serving(
 
 def servers(round_: Round) -> None:
     """If a server cuts, stalls or refuses an answer, sends wrong lengths, ranges or ETags, or replaces its object, a
-    load gets an error of a known class or one complete version."""
+    load gets an error of a known class, or one complete version."""
     rng = round_.rng
     base = random_tensors(rng, rng.choice((1 << 12, 1 << 18, 1 << 22)))
     versions = {number: version(base, number) for number in range(3)}
-    # Without checksums a client cannot detect wrong bytes.
+    # Without checksums, a client cannot detect wrong bytes.
     form = rng.choice(("compressed", "plain"))
     faults = (*FAULTS, "bytes") if form == "compressed" else FAULTS
     faults = tuple(rng.sample(faults, rng.randint(1, 5)))
@@ -162,8 +162,9 @@ def _replace(kind: type[Handler], bodies: list[bytes], round_: Round, rng: rando
 
 
 def stores(round_: Round) -> None:
-    """While one or two writers replace an object in Redis or S3 and are killed, readers get one complete version, or an
-    error that it was replaced. Afterwards the object is complete. A server that is not installed is skipped."""
+    """While one or two writers replace an object in Redis or S3 and are killed, readers get one complete version or an
+    error that the object was replaced. Afterwards, the object is complete. Servers that are not installed are
+    skipped."""
     import pytest
     import stores as real
 
@@ -210,7 +211,7 @@ def _get(round_: Round, uri: str, options: Any, versions: dict[int, Tensors]) ->
 def _get_on(round_: Round, uri: str, options: Any, versions: dict[int, Tensors]) -> None:
     until = time.monotonic() + 0.5
     while time.monotonic() < until:
-        with round_.may_raise(ow.CorruptError):  # replaced while it was read
+        with round_.may_raise(ow.CorruptError):  # the object may be replaced during the read
             _get(round_, uri, options, versions)
     if not round_.counts["loads"] and not round_.counts["refusals"]:
         raise Failure("hang", "no load has ended in half a second")

@@ -1,4 +1,4 @@
-"""Tests the soak test (tests/soak) with a short round of each cheap loop, and its report on failing loops."""
+"""Tests the soak test in tests/soak: a short round of each cheap loop, and the report about loops that fail."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_a_short_round_finds_nothing(name: str, seed: int) -> None:
 def test_each_kind_of_failure_is_found(
     kind: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A failure is counted once, under its kind. The exit status is 1, and the text says how to repeat the round."""
+    """A failure is counted once, under its kind. The exit status is 1, and the output says how to repeat the round."""
     monkeypatch.setenv("OVERWIRE_SOAK_PATIENCE", "1")
     name = next(name for name, loop in PLANTED.items() if loop.place == f"planted.{kind.replace(' ', '_')}")
     words = ["--only", name, "--seed", "5", "--round", "3", "--each", "0.1", "--device", "cpu"]

@@ -236,7 +236,7 @@ func all(t *testing.T, m uint64) uint64 {
 }
 
 // Wait with a timeout of zero reports a job that has ended.
-func TestWaitOfNoTime(t *testing.T) {
+func TestWaitWithoutATimeout(t *testing.T) {
 	m, err := openedModel(spec(t, plain(t, 1000)))
 	if err != nil {
 		t.Fatal(err)
@@ -303,7 +303,8 @@ func TestTable(t *testing.T) {
 	}
 }
 
-// One load attaches to a preload, even while the preload opens its files. Nothing leaks if either is freed at any time.
+// Only one load attaches to a preload, even while the preload opens its files. If either is freed at any time, nothing
+// leaks.
 func TestPreloadHandOver(t *testing.T) {
 	path := plain(t, 1<<20)
 	missing := path + ".missing"
@@ -363,8 +364,8 @@ func TestPreloadHandOver(t *testing.T) {
 	idle(t)
 }
 
-// Every verb whose request has a path to write must be a replacer. Its Python function then waits for background saves,
-// and preloads of the replaced file are dropped.
+// If a verb has a path to write in its request, it must be a replacer. Its Python function then waits for background
+// saves, and preloads of the replaced file are dropped.
 func TestRequestsWithAPathReplaceIt(t *testing.T) {
 	others := map[string]string{
 		"write": "the path is only for errors: the file is already open, and the verb rename replaces the path",

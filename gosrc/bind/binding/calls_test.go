@@ -68,7 +68,7 @@ func TestResultIsTakenOnce(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		if round%2 == 0 { // otherwise the call is given up at some point
+		if round%2 == 0 { // otherwise the call is abandoned at some point
 			if done, err := Wait(h, time.Minute); !done || err != nil {
 				t.Fatal(done, err)
 			}
@@ -139,8 +139,7 @@ func TestDeltasHaveOneReceiver(t *testing.T) {
 	runtime.KeepAlive(base)
 }
 
-// If a call that waits for a silent server is given up, it ends and leaves no connection and no
-// goroutine.
+// If a call that waits for a silent server is abandoned, it ends and leaves no connection and no goroutine.
 func TestAbandonedCallsEnd(t *testing.T) {
 	l, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
@@ -194,7 +193,7 @@ func TestAbandonedCallsEnd(t *testing.T) {
 	idle(t)
 }
 
-func TestCallOfNoVerb(t *testing.T) {
+func TestUnknownVerb(t *testing.T) {
 	if _, err := Start("destroy", "{}", nil); !errors.Is(err, errs.ErrArgument) {
 		t.Error(err)
 	}
@@ -204,7 +203,7 @@ func TestCallOfNoVerb(t *testing.T) {
 }
 
 // Numbers that do not describe tensors are refused.
-func TestTensorsInMemoryAreChecked(t *testing.T) {
+func TestInvalidTensorsAreRefused(t *testing.T) {
 	for _, bad := range []struct {
 		contiguous int64
 		flat       []int64

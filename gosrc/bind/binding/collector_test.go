@@ -8,7 +8,7 @@ import (
 )
 
 // The first collection restores the usual percentage and allocates the ballast.
-func TestFirstCollectionBringsBallast(t *testing.T) {
+func TestFirstCollectionAllocatesBallast(t *testing.T) {
 	before := debug.SetGCPercent(usualPercent)
 	defer debug.SetGCPercent(before)
 	putOffCollections()

@@ -11,7 +11,8 @@ import (
 	"github.com/overwire/overwire/gosrc/device/cuda/cudatest"
 )
 
-// Quiescing leaves no GPU memory and no registered host memory, and names what callers hold. The next load works.
+// Quiescing leaves no GPU memory and no registered host memory. Its error names the objects that callers hold. The next
+// load works.
 func TestQuiesceFake(t *testing.T) {
 	end := cuda.Fake(64 << 20)
 	path := plain(t, 300_000)

@@ -23,7 +23,7 @@ func sums(p []byte) (out []byte) {
 	return out
 }
 
-// The hash equals the library's for any bytes, however the sums are divided into calls.
+// The hash equals the library's for any bytes, whatever bytes each call gets.
 func TestAgainstLibrary(t *testing.T) {
 	seed := uint64(time.Now().UnixNano())
 	t.Logf("seed %d", seed)

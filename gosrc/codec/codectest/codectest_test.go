@@ -10,14 +10,13 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
-// The suite's Decode detects every kind of misbehaving decoder. It accepts correct results and refusals of class
-// Corrupt.
+// The suite's Decode detects every kind of faulty decoder. It accepts correct results and errors of class Corrupt.
 func TestDecodeSeesFaults(t *testing.T) {
 	chunk := []byte("sixteen bytes or")
 	outside := func(at int) func(dst, src []byte, _ uint16) error {
 		return func(dst, src []byte, _ uint16) error {
 			copy(dst, src)
-			beyond(dst, at) // as a faulty vector kernel may
+			beyond(dst, at) // like a faulty vector kernel
 			return nil
 		}
 	}

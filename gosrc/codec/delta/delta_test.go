@@ -12,8 +12,8 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
-// change returns a chunk of n bytes, and a second chunk in which about the given share of the elements has changed:
-// by 1 up or down, or to any value if anyhow is true.
+// change returns two chunks of n bytes, now and base. They differ in about the given share of the elements: by 1 up or
+// down, or in any way if anyhow is true.
 func change(r *rand.Rand, n, width int, share float64, anyhow bool) (now, base []byte) {
 	base = make([]byte, n)
 	for i := range base {
@@ -42,7 +42,7 @@ func change(r *rand.Rand, n, width int, share float64, anyhow bool) (now, base [
 func slow(dst, src []byte, width int) (ok bool) {
 	defer func() {
 		if recover() != nil {
-			ok = false // it read past the end
+			ok = false // the chunk was too short
 		}
 	}()
 	lg, n := bits.TrailingZeros(uint(width)), len(dst)

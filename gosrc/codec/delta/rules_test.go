@@ -262,7 +262,7 @@ func TestArguments(t *testing.T) {
 }
 
 // Many goroutines can check and apply the same chunk concurrently, each to its own memory.
-func TestTogether(t *testing.T) {
+func TestConcurrentDecoders(t *testing.T) {
 	now, base := change(rand.New(rand.NewPCG(21, 1)), 50_000, 4, 0.02, true)
 	p, err := Encode(nil, now, base, 4)
 	if err != nil {

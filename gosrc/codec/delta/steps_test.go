@@ -104,7 +104,7 @@ func TestLengths(t *testing.T) {
 	}
 }
 
-// Deltas of every small size match a plain comparison, with changes at each position and for each width.
+// Deltas of every small size equal a plain comparison, with changes at each position and for each width.
 func TestSmallSizes(t *testing.T) {
 	r := rand.New(rand.NewPCG(23, 1))
 	for _, width := range []int{1, 2, 4, 8} {
@@ -142,9 +142,9 @@ func TestSmallSizes(t *testing.T) {
 	}
 }
 
-// Clusters of changes are encoded correctly. In some cases, a run starts with a distance of more than 32 zeros. A run
-// of over 65535 bits makes Encode use mode 1.
-func TestChangesThatStandTogether(t *testing.T) {
+// Clusters of changes are encoded correctly. In some cases, a run starts after more than 32 zero bits. A run of over
+// 65535 bits makes Encode use mode 1.
+func TestClustersOfChanges(t *testing.T) {
 	r := rand.New(rand.NewPCG(24, 1))
 	for _, c := range []struct {
 		name            string

@@ -105,9 +105,9 @@ func TestTwins(t *testing.T) {
 	}
 }
 
-// Many similar tensors all have different digests, and even different halves. They differ by one or two bits, swapped
-// words, a shift, or their length.
-func TestEveryChangeIsNoticed(t *testing.T) {
+// Many similar tensors have different digests, and even different halves. The tensors differ in one or two bits,
+// swapped words, a shift, or the length.
+func TestEveryChangeChangesTheDigest(t *testing.T) {
 	base := bytesOf(512)
 	for i := 256; i < 512; i++ {
 		base[i] = 0 // real weights also contain zeros

@@ -86,8 +86,8 @@ func TestKeyedViews(t *testing.T) {
 	}
 }
 
-// Two tensors that were constructed to have the same digest have different keyed digests. So have tensors with rows,
-// tiles, words or zeros exchanged, and every tensor with one changed bit.
+// Two tensors that were constructed to have the same digest have different keyed digests. The keyed digest also changes
+// if rows, tiles, words or zeros are exchanged, and with every changed bit.
 func TestKeyedDigestsOfHostileTensors(t *testing.T) {
 	key := NewKey()
 	base := bytesOf(3 * tileBytes)
@@ -127,7 +127,7 @@ func TestKeyedDigestsOfHostileTensors(t *testing.T) {
 	}
 }
 
-// exchangeSums changes words i and j such that each has the summand of the other, so that the digest stays.
+// exchangeSums changes words i and j so that their summands are exchanged. The digest does not change.
 func exchangeSums(p []byte, i, j int) {
 	v, w := p[WordBytes*i:], p[WordBytes*j:]
 	x, y := binary.LittleEndian.Uint64(v), binary.LittleEndian.Uint64(w)

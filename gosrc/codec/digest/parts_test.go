@@ -21,7 +21,7 @@ import (
 )
 
 // The code computes the digests that docs/format.md lists.
-func TestThePagesGoldens(t *testing.T) {
+func TestDocumentedDigests(t *testing.T) {
 	page, err := os.ReadFile("../../../docs/format.md")
 	if err != nil {
 		t.Fatal(err)
@@ -100,7 +100,7 @@ func TestFastFromAnyWord(t *testing.T) {
 	}
 }
 
-// For every cut at a multiple of a word, the merged parts give the digest of the whole, even with many goroutines.
+// For every cut at a multiple of a word, the merged parts give the digest of the whole, even in many goroutines.
 func TestEveryCut(t *testing.T) {
 	for _, n := range []int{0, 1, 8, 15, 64, 129, 300} {
 		p := bytesOf(n)

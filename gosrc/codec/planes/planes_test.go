@@ -310,7 +310,7 @@ func FuzzRoundTrip(f *testing.F) {
 	})
 }
 
-// The samples produce every form of a plane and every kind of block, so the other tests cover them all.
+// The samples contain every form of a plane and every kind of block, so the other tests cover all of them.
 func TestEveryKind(t *testing.T) {
 	r := rand.New(rand.NewPCG(1, 4))
 	var e Encoder

@@ -228,7 +228,7 @@ func TestFrames(t *testing.T) {
 		for k := range c.frame {
 			refused(t, fmt.Sprintf("%s, %d bytes", name, k), len(text), of(c.frame[:k]), Bytes, "Zstandard frame")
 		}
-		for bit := range 8 * len(c.frame) { // the chunk's checksum detects these; here they must only be harmless
+		for bit := range 8 * len(c.frame) { // the chunk's checksum detects these; here they must not crash
 			p := bytes.Clone(c.frame)
 			p[bit/8] ^= 1 << (bit % 8)
 			_, err := codectest.Decode(codectest.Codec{Decode: func(dst, src []byte, _ uint16) error {

@@ -1,6 +1,6 @@
 package planes
 
-// Compares each step with its definition, and used encoders with new ones.
+// The tests in this file compare each step with its definition, and used encoders with new ones.
 
 import (
 	"bytes"
@@ -158,8 +158,8 @@ func TestCount(t *testing.T) {
 	}
 }
 
-// A chunk and Zipped do not depend on what the encoder encoded before.
-func TestEncoderForgets(t *testing.T) {
+// The results of an encoder, a chunk and Zipped, do not depend on what it encoded before.
+func TestEncoderKeepsNoState(t *testing.T) {
 	r := rand.New(rand.NewPCG(12, 1))
 	all := append(samples(r, 4*blockBytes), samples(r, 300)...)
 	all = append(all, sample{"half an element", 7, make([]byte, 4100)}, sample{"nothing", 1, nil}, sample{"no transform", 0, make([]byte, 4096)})
@@ -188,7 +188,7 @@ func TestEncoderForgets(t *testing.T) {
 }
 
 // Many goroutines can decode valid and invalid chunks while buffers are reused.
-func TestTogether(t *testing.T) {
+func TestConcurrentDecoders(t *testing.T) {
 	r := rand.New(rand.NewPCG(13, 1))
 	var wg sync.WaitGroup
 	for i, s := range samples(r, 5000) {

@@ -9,8 +9,7 @@ import (
 	"time"
 )
 
-// Rates are in logical bytes. Load on the machine distorts the mean, so each benchmark also reports the best single
-// run.
+// Rates are in logical bytes. A busy machine distorts the mean, so each benchmark also reports the best single run.
 
 // timed runs f as a benchmark over n logical bytes.
 func timed(b *testing.B, n int, f func() error) {

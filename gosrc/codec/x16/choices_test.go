@@ -13,9 +13,9 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// For tables that other writers may write, the expanded slots match docs/format.md, and exactly the tables that it
-// forbids are refused.
-func TestTablesOfOthers(t *testing.T) {
+// Other writers may write other tables than this encoder. Their expanded slots match docs/format.md, and exactly the
+// tables that it forbids are refused.
+func TestTablesOfOtherWriters(t *testing.T) {
 	seed := uint64(time.Now().UnixNano())
 	t.Logf("seed %d", seed)
 	w := pageWriter{rand.New(rand.NewPCG(seed, 0))}
@@ -67,8 +67,8 @@ func TestTablesOfOthers(t *testing.T) {
 	}
 }
 
-// No other choice of values with symbols is cheaper than that of fitModel. The test tries the m most frequent values
-// for every m, and all subsets if there are few different values.
+// No other choice of values for the symbols is cheaper than fitModel's. The test tries the m most frequent values for
+// every m and, if there are few different values, all subsets.
 func TestFitIsCheapest(t *testing.T) {
 	seed := uint64(time.Now().UnixNano())
 	t.Logf("seed %d", seed)
@@ -129,9 +129,9 @@ func TestFitIsCheapest(t *testing.T) {
 	}
 }
 
-// A used Encoder gives the same chunk as a new one, regardless of what it encoded before: longer or shorter data, any
-// transform, compressed or not.
-func TestEncoderForgets(t *testing.T) {
+// A used Encoder gives the same chunk as a new one, whatever it encoded before: longer or shorter data, any transform,
+// compressed or not.
+func TestEncoderKeepsNoState(t *testing.T) {
 	seed := uint64(time.Now().UnixNano())
 	t.Logf("seed %d", seed)
 	r := rand.New(rand.NewPCG(seed, 0))
@@ -203,7 +203,7 @@ func TestGain(t *testing.T) {
 }
 
 // Concurrent decoders do not share tables or escapes, even with different transforms and invalid chunks.
-func TestDecodersAreApart(t *testing.T) {
+func TestConcurrentDecoders(t *testing.T) {
 	const seed = 51
 	r := rand.New(rand.NewPCG(seed, 0))
 	type one struct {

@@ -36,8 +36,8 @@ func newFenced(t *testing.T, n int) *fenced {
 func (f *fenced) end(n int) []byte   { return f.room[len(f.room)-n : len(f.room) : len(f.room)] }
 func (f *fenced) begin(n int) []byte { return f.room[:n:n] }
 
-// No twin reads outside a valid or invalid chunk or writes outside its destination. Both are placed next to
-// inaccessible memory.
+// No decoder reads outside a valid or invalid chunk, or writes outside its destination. Both are next to inaccessible
+// memory.
 func TestFences(t *testing.T) {
 	defer debug.SetPanicOnFault(debug.SetPanicOnFault(true))
 	seed := uint64(time.Now().UnixNano())

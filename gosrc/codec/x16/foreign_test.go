@@ -47,9 +47,9 @@ func TestForeignChunks(t *testing.T) {
 	}
 }
 
-// For any change to a chunk, the product accepts it exactly if docs/format.md allows it, and then gives the same
-// bytes.
-func TestThePageDecides(t *testing.T) {
+// For any change to a chunk, Decode accepts it exactly if docs/format.md allows it, and then gives the same bytes as
+// the reference reader.
+func TestDecodeAcceptsTheFormat(t *testing.T) {
 	seed := uint64(time.Now().UnixNano())
 	t.Logf("seed %d", seed)
 	w := pageWriter{rand.New(rand.NewPCG(seed, 0))}
@@ -118,7 +118,7 @@ func TestThePageDecides(t *testing.T) {
 
 // The reference reader, written from docs/format.md, decodes our encoder's chunks to the same bytes, in every size
 // around whole tiles and for every sample.
-func TestOursByThePage(t *testing.T) {
+func TestTheReferenceReaderReadsOurChunks(t *testing.T) {
 	const seed = 21
 	t.Logf("seed %d", seed)
 	var e Encoder

@@ -337,8 +337,8 @@ func (w pageWriter) table(must []bool) (freq, divider, alias [16]byte) {
 	for k := range 16 {
 		freq[k] = byte(shares[k])
 	}
-	// Buckets are closed in any order. A bucket that its symbol cannot fill gets the rest from any symbol with more
-	// than 16 slots left. This always works: as long as a symbol has fewer than 16 left, another has more.
+	// Buckets are closed in any order. If a symbol cannot fill its bucket, the rest goes to any symbol with more than
+	// 16 slots left. Such a symbol exists, because some symbol has fewer than 16 slots left.
 	rest := shares
 	open := w.r.Perm(16)
 	for len(open) > 0 {
@@ -432,8 +432,8 @@ func (w pageWriter) chunk(transform uint8, size, segTiles int) (chunk, logical [
 	return append(chunk, logical[tiles*256*f.width/8:]...), logical
 }
 
-// fill fills logical with elements. The first n are encoded. palette has the values that may get symbols;
-// few has all values that occur.
+// fill fills logical with elements. The first n are encoded. palette has the values that may get symbols; few has all
+// values that occur.
 func (w pageWriter) fill(logical []byte, f pageForm, n int) (palette, few []byte) {
 	for i := range logical {
 		logical[i] = byte(w.r.Uint32())

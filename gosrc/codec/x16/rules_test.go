@@ -10,7 +10,7 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
-// A rules is a valid chunk and its properties.
+// rules is a valid chunk and its properties.
 type rules struct {
 	chunk, want []byte
 	st          uint16
@@ -24,7 +24,7 @@ func escaped(t *testing.T) rules {
 	for i := range len(src) / 2 {
 		exponent := uint16(120 + i*i%3)
 		if i%100 == 7 {
-			exponent = uint16(50 + i/100) // more values than symbols
+			exponent = uint16(50 + i/100) // there are more values than symbols
 		}
 		binary.LittleEndian.PutUint16(src[2*i:], exponent<<7|uint16(i*2654435761>>9)&0x807f)
 	}

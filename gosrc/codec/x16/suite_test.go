@@ -86,7 +86,7 @@ func TestTwinsAgree(t *testing.T) {
 	t.Logf("%d chunks, %d accepted", rounds, accepted)
 }
 
-// hurt damages a chunk in a way that the first checks do not always detect.
+// hurt damages a chunk in a way that the first checks may not detect.
 func hurt(r *rand.Rand, p []byte) {
 	switch r.IntN(6) {
 	case 0: // another valid table: a slot moves from one symbol to another

@@ -11,8 +11,8 @@ import (
 	"github.com/overwire/overwire/gosrc/device"
 )
 
-// Small tensors reuse arenas that have been freed. The arenas are zeroed and have no other holder. Only a limited
-// number is cached.
+// Small tensors reuse arenas that were freed. The arenas are zeroed and have no other holder. Only a limited number of
+// arenas is cached.
 func TestArenas(t *testing.T) {
 	sizes := []int64{1, 100, 4096, leastArena - Align, leastArena - Align + 1, mostArena/2 + 5, small - 1}
 	held := map[unsafe.Pointer]device.Memory{}

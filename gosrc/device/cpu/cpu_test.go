@@ -17,7 +17,7 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
-// present counts how many of n bytes at base are resident. Unmapped addresses are not.
+// present counts how many of n bytes at base are resident. Unmapped addresses do not count.
 func present(base unsafe.Pointer, n int64) (bytes int64) {
 	const step = 1 << 20
 	vec := make([]byte, step/page)

@@ -88,8 +88,8 @@ func TestOtherDevice(t *testing.T) {
 	}
 }
 
-// If the driver denies entry to the context, a batch still runs but its state is unknown. Its pad is not reused, and
-// Done returns false. Its result is available later.
+// If the driver denies entry to the context, a batch still runs, but its state is unknown. Its pad is not reused, and
+// Done returns false. The result is available later.
 func TestBatchOfASilentDriver(t *testing.T) {
 	g := newGPU(t)
 	in := contents(rand.New(rand.NewPCG(5, 8)))[5:6]

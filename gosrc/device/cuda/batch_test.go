@@ -313,7 +313,7 @@ func TestBatchHostile(t *testing.T) {
 	}
 }
 
-// Blocks that are not at multiples of 16 are rejected for that reason.
+// Blocks with an offset that is not a multiple of 16 are rejected for that reason.
 func TestBatchMisplaced(t *testing.T) {
 	g := newGPU(t)
 	in := contents(rand.New(rand.NewPCG(5, 6)))[5:6]
@@ -333,8 +333,8 @@ func TestBatchMisplaced(t *testing.T) {
 	}
 }
 
-// More batches than there are pads run concurrently, on several streams and from several goroutines. Each gets its own
-// results.
+// More batches than there are pads can run concurrently, on several streams and from several goroutines. Each gets its
+// own results.
 func TestBatchMany(t *testing.T) {
 	g := newGPU(t)
 	in := contents(rand.New(rand.NewPCG(5, 7)))[3:5]

@@ -17,10 +17,10 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
-// The driver may wait for other work whenever a resource is freed, and most calls destroy a graph capture in progress
-// on any thread. If a call breaks a rule of the fake driver, these tests fail at their end.
+// Freeing a resource may make the driver wait for other work, and most calls destroy a graph capture that is in
+// progress on any thread. If a call breaks a rule of the fake driver, these tests fail at their end.
 
-// alone stops the reaper, so that the test can run its steps.
+// alone stops the reaper, so that the test can run the reaper's steps.
 func (d *Device) alone(t *testing.T) {
 	t.Cleanup(memory.FakeWithoutReaper(d.Memory)) // runs before the device is closed
 }
@@ -55,7 +55,7 @@ func eventually(t *testing.T, what string, ok func() bool) {
 }
 
 // A graph capture by another thread or library survives all functions of this package, which still work.
-func TestCaptureLivesOn(t *testing.T) {
+func TestCaptureSurvives(t *testing.T) {
 	t.Run("on other streams", func(t *testing.T) { captureLivesOn(t, false) })
 	t.Run("on a stream that the default stream waits for", func(t *testing.T) { captureLivesOn(t, true) })
 }
@@ -182,7 +182,7 @@ func TestWorkOnACapturedStreamIsRefused(t *testing.T) {
 	}
 }
 
-// A load does not wait for other users' work, even if an earlier load's memory was released, the cached queue does not
+// A load does not wait for other users' work, even if memory of an earlier load was released, the cached queue does not
 // fit, and another load ends at the same time.
 func TestLoadDoesNotWaitForOthers(t *testing.T) {
 	r := random(t)
@@ -291,7 +291,7 @@ func TestMemoryOutlivesItsUsers(t *testing.T) {
 
 // If the driver fails to free a resource, it is retained and freed exactly once when the driver allows it. This covers
 // tensors, a queue, a batch, registered memory, and resources allocated before an error.
-func TestRefusedIsTriedAgain(t *testing.T) {
+func TestFailedFreesAreTriedAgain(t *testing.T) {
 	d := begun(t)
 	d.alone(t)
 	for nth := int64(1); nth < 60; nth++ {
@@ -353,7 +353,7 @@ func TestRefusedIsTriedAgain(t *testing.T) {
 
 // When a device is lost, all resources that could not be freed are dropped. Nothing is retried forever or freed
 // twice.
-func TestLostDeviceTakesAll(t *testing.T) {
+func TestLostDeviceDropsAllResources(t *testing.T) {
 	d := begun(t)
 	d.alone(t)
 	l, err := d.Queue(2, 64<<10)
@@ -379,9 +379,9 @@ func TestLostDeviceTakesAll(t *testing.T) {
 	}
 }
 
-// Released memory is reused by the next load without a driver call. Memory beyond the permanent cache is freed later,
-// and all of it when memory is short.
-func TestDroppedMemoryServesTheNextLoad(t *testing.T) {
+// The next load reuses released memory without a driver call. Memory over the permanent cache's size is freed later,
+// and all cached memory if memory is short.
+func TestReleasedMemoryIsReused(t *testing.T) {
 	d := begun(t)
 	d.alone(t)
 	big := []int64{100 << 20, 60 << 20}

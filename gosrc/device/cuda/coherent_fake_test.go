@@ -14,15 +14,15 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// coherent makes tests open cuda:1, which is coherent, in place of cuda:0.
+// coherent makes tests open cuda:1, which is coherent, instead of cuda:0.
 func coherent(t *testing.T) {
 	t.Helper()
 	ordinal = 1
 	t.Cleanup(func() { ordinal = 0 })
 }
 
-// The queue suite passes on a coherent device, which has no staging memory and whose kernels read chunks in pinned
-// memory. Kernels of the other device never read it.
+// The queue suite passes on a coherent device. It has no staging memory, and its kernels read chunks in pinned memory.
+// Kernels of the other device never read pinned memory.
 func TestCoherent(t *testing.T) {
 	for name, test := range map[string]func(*testing.T){
 		"goldens": TestGoldens, "round trips": TestRoundTrips, "views": TestViews, "rounds": TestRounds, "corrupt": TestCorrupt,
@@ -52,8 +52,7 @@ func TestCoherent(t *testing.T) {
 	})
 }
 
-// A coherent device allocates no staging memory for a queue until StagingMemory is called. The memory is freed with the
-// queue.
+// A queue of a coherent device has no staging memory until StagingMemory is called. The memory is freed with the queue.
 func TestCoherentStaging(t *testing.T) {
 	coherent(t)
 	d, l := open(t, 2, 1<<20)
@@ -85,7 +84,7 @@ func TestCoherentStaging(t *testing.T) {
 	r := random(t)
 	var p piece
 	p.coded(weights(r, x16.BF16, 30_000), x16.BF16)
-	p.run(t, d, l, 0) // still in place
+	p.run(t, d, l, 0) // kernels still read the chunks in place
 	if cudatest.BytesReadInPlace() == 0 {
 		t.Error("no kernel has read pinned memory")
 	}

@@ -16,8 +16,8 @@ type deltaCase struct {
 	width, bytes, at int
 }
 
-// deltaCases fills one buffer with chunks of every width and length, and changes a share of the elements of each. A
-// negative share -x means that it changes almost all elements in the first x of a chunk, and no others.
+// deltaCases fills one buffer with chunks of every width and length, and changes a share of the elements of each chunk.
+// A negative share -x changes almost all elements in the first x of a chunk, and no others.
 func deltaCases(r *rand.Rand, base []byte) (now []byte, cases []deltaCase) {
 	now = bytes.Clone(base)
 	at := 0
@@ -44,8 +44,8 @@ func deltaCases(r *rand.Rand, base []byte) (now []byte, cases []deltaCase) {
 	return now, cases
 }
 
-// The GPU's deltas equal the CPU's byte for byte. Applied on the GPU, they convert each chunk to the new bytes and
-// back, and change nothing around it.
+// The GPU's deltas equal the CPU's byte for byte. Applied on the GPU, they change each chunk into the new bytes and
+// back, and no byte around it.
 func TestDelta(t *testing.T) {
 	t.Run("one batch", func(t *testing.T) { testDelta(t, 0) })
 	t.Run("many batches", func(t *testing.T) { testDelta(t, 16<<10) })

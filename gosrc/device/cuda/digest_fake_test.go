@@ -52,7 +52,7 @@ func TestDigestOrder(t *testing.T) {
 }
 
 // If any driver call fails, Digest returns an error or the right digest, nothing leaks, and the next digest is right.
-// Its tables grow and are freed.
+// The tables of a digest grow and are freed.
 func TestDigestFailures(t *testing.T) {
 	d := begun(t)
 	mem, err := d.Alloc([]int64{1 << 12})

@@ -10,8 +10,8 @@ import (
 	"github.com/overwire/overwire/gosrc/device/cuda/stream"
 )
 
-// The GPU's digests equal the CPU's, for contiguous tensors of every length and alignment and for strided tensors, many
-// in one launch. The first digest loads the module.
+// The GPU's digests equal the CPU's, for contiguous tensors of every length and alignment and for strided tensors. One
+// launch computes many digests. The first digest loads the module.
 func TestDigest(t *testing.T) {
 	d, l := open(t, 2, 1<<20)
 	r := random(t)

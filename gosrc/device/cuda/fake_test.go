@@ -116,7 +116,7 @@ func TestFollowStream(t *testing.T) {
 	}
 }
 
-// life does everything that one load does with a device. The fake driver reports leaks.
+// life calls every function that a load uses on a device. The fake driver reports leaks.
 func life(p *piece, index int) error {
 	d, err := Open(index)
 	if err != nil {

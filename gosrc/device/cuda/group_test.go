@@ -87,8 +87,8 @@ func sending(t *testing.T, d *Device, q *queue.Queue, r *rand.Rand, kind int,
 		Done: func(i int, err error) { p.failures[i] = err; p.calls[i]++ }}
 }
 
-// Pieces that are submitted together are loaded like separate pieces. A changed bit fails its own task; the other tasks
-// of all pieces are loaded, and all slots are freed.
+// Pieces that are submitted together are loaded like separate pieces. A changed bit fails only its own task, and all
+// slots are freed.
 func TestSubmitAll(t *testing.T) {
 	r := random(t)
 	d, q := open(t, queue.GroupSlots+6, 192<<10)

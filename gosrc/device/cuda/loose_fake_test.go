@@ -175,7 +175,7 @@ func TestFollowEvent(t *testing.T) {
 	}
 }
 
-// Work on a view of device memory waits only for the streams of DelayKernels.
+// Work on a view of device memory waits only for the streams that DelayKernels has named.
 func TestFollowStreams(t *testing.T) {
 	d, q, end := faked(t, 2, 1<<20)
 	mem, err := d.Alloc([]int64{4096, 4096})

@@ -18,7 +18,8 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// A container needs both the metadata entry and the index. Its version has two numbers, and the first must be ours.
+// A container needs both the metadata entry and the index. Its version has two numbers, and the first one must be the
+// number that this library writes.
 func TestIs(t *testing.T) {
 	mark := func(format string) string { return fmt.Sprintf(`{"format":%q,"index":"overwire.index"}`, format) }
 	for _, c := range []struct {
@@ -223,7 +224,7 @@ func deltaFile(t *testing.T, features uint64, tensors, chunks, dims int) (head, 
 }
 
 // A delta file is recognized by its feature bit. It is never read as a model, and a model is never read as a delta.
-func TestDeltaIsNoModel(t *testing.T) {
+func TestDeltaIsNotAModel(t *testing.T) {
 	head, blob, h := deltaFile(t, FeatureDelta, 0, 0, 0)
 	if got := AppendDelta([]byte("x"), head); string(got) != "x"+string(blob) || len(blob) != DeltaIndexSize() ||
 		len(blob)%tensor.BlobAlign != 0 {

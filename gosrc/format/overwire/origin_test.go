@@ -88,7 +88,7 @@ func FuzzOrigin(f *testing.F) {
 }
 
 // Every origin that is written can be read.
-func TestOriginAgain(t *testing.T) {
+func TestOriginRoundTrip(t *testing.T) {
 	r := rand.New(rand.NewPCG(1, 2))
 	for _, o := range []*Origin{nil, {Size: 8}, {Size: 1<<63 - 1, SHA256: Pending,
 		Header: base64.StdEncoding.EncodeToString([]byte{byte(r.Uint32()), 255, 254})}} {
@@ -137,7 +137,7 @@ func TestReadOrigin(t *testing.T) {
 
 // The header of an origin must be one base64-encoded Deflate stream with a header that fits the size of its file.
 // Truncated, extended and oversized headers are refused, and a decompression bomb is not inflated.
-func TestFrontOfAnOrigin(t *testing.T) {
+func TestHeaderOfAnOrigin(t *testing.T) {
 	head, err := safetensors.AppendHeader(nil, map[string]string{"a": "b"},
 		[]safetensors.Entry{{Name: "w", DType: tensor.U8, Shape: []int64{30}, End: 30}}, 8)
 	if err != nil {

@@ -285,7 +285,7 @@ func seal(blob []byte) {
 // The reference reader reads what the writer writes. If random bytes of the index are changed and its checksum is
 // corrected, the product refuses exactly the files that the reference reader refuses, with an error class and without
 // a panic.
-func TestTheIndexByThePage(t *testing.T) {
+func TestIndexAgainstTheReferenceReader(t *testing.T) {
 	seed := uint64(time.Now().UnixNano())
 	t.Logf("seed %d", seed)
 	r := rand.New(rand.NewPCG(seed, 3))

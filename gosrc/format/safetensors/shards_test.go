@@ -67,7 +67,7 @@ func TestIndexJSONOrder(t *testing.T) {
 }
 
 // A "./" before a file name is ignored.
-func TestIndexJSONOfHere(t *testing.T) {
+func TestIndexJSONDotSlash(t *testing.T) {
 	s, err := ReadIndexJSON("x", []byte(`{"weight_map":{"x":"./a","y":"a","z":"././b"}}`))
 	if err != nil || !slices.Equal(s.Files, []string{"a", "b"}) ||
 		!slices.Equal(s.Weights, []Weight{{"x", 0}, {"y", 0}, {"z", 1}}) {

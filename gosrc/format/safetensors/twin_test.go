@@ -366,7 +366,7 @@ func (s scribe) hurt(file []byte) []byte {
 
 // The parser reads the same tensors as the twin, in the same order, and refuses the same files, for valid headers of
 // every style and for damaged ones.
-func TestTheTwin(t *testing.T) {
+func TestParserAgainstTheTwin(t *testing.T) {
 	seed := uint64(time.Now().UnixNano())
 	t.Logf("seed %d", seed)
 	s := scribe{rand.New(rand.NewPCG(seed, 0))}

@@ -545,7 +545,7 @@ func TestWriteEnds(t *testing.T) {
 	}
 }
 
-// slowFile is synced only when sync is closed.
+// A slowFile waits in Sync until the channel sync is closed.
 type slowFile struct {
 	File
 	sync chan struct{}
@@ -555,7 +555,7 @@ func (f *slowFile) Sync() error { <-f.sync; return f.File.Sync() }
 
 // If a file's mode cannot be determined, the mode from the umask is not used instead, because more users might
 // then be able to read the replacement.
-func TestUnknownModeIsNotTheUmasks(t *testing.T) {
+func TestUnknownModeIsAnError(t *testing.T) {
 	dir := t.TempDir()
 	unknown := dir + "/loop/file"
 	if err := os.Symlink("loop", dir+"/loop"); err != nil {

@@ -105,7 +105,7 @@ func isClosed(stop <-chan struct{}) bool {
 
 // A new file does not get the owner or mode of a file that another user created in a sticky folder, under the
 // new file's name or under its template's.
-func TestOwnerOfStrangersFile(t *testing.T) {
+func TestNewFileIgnoresAnotherUsersFile(t *testing.T) {
 	if os.Geteuid() != 0 {
 		t.Skip("only root can change the owner of a file")
 	}

@@ -57,9 +57,9 @@ func finish(t *testing.T, sys FS, dir string, names ...string) (targets []*Targe
 	return targets
 }
 
-func TestRenameWhoseAnswerIsLost(t *testing.T) {
-	// A rename that took place counts, even if it returned an error (a lost NFS reply, FUSE). After one that
-	// did not, the old set is intact. Either the old or the new set exists with all its files.
+func TestRenameWithALostReply(t *testing.T) {
+	// A rename that took place counts, even if it returned an error (a lost NFS reply, FUSE). If it did not take
+	// place, the old set is intact. Either the old or the new set exists with all its files.
 	for _, c := range []struct {
 		files   []string
 		sys     lossy

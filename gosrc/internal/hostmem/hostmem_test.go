@@ -7,8 +7,9 @@ import (
 	"testing"
 )
 
-// In both versions, the result is the limit of the control group, or of one above it, minus what the kernel cannot
-// drop; or unlimited if there is no limit. The group of a container is the mount itself.
+// For control groups of versions 1 and 2, the result is the limit of the process's group, or of a group above it, minus
+// the memory that the kernel cannot drop. Without a limit, it is unlimited. If the group's path does not exist, as in a
+// container, the mount itself is the group.
 func TestLeft(t *testing.T) {
 	const none = math.MaxInt64
 	for name, c := range map[string]struct {

@@ -69,7 +69,7 @@ func TestBadTree(t *testing.T) {
 }
 
 // Every package that the table of packages mentions is also in the table.
-func TestTableIsWhole(t *testing.T) {
+func TestTableIsComplete(t *testing.T) {
 	for pkg, list := range mayImport {
 		for _, p := range list {
 			stem := strings.TrimSuffix(p, "/...")

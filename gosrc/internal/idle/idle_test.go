@@ -6,7 +6,7 @@ import (
 	"time"
 )
 
-// A core is unused if the process, except for the calling thread, does not use it.
+// A core counts as unused if no thread of the process except the calling one uses it.
 func TestCores(t *testing.T) {
 	runtime.LockOSThread()
 	defer runtime.UnlockOSThread()

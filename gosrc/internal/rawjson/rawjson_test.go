@@ -66,7 +66,7 @@ func TestBytes(t *testing.T) {
 }
 
 func TestRandomBytes(t *testing.T) {
-	// The same applies to random bytes.
+	// Strings of random bytes are also preserved, as keys of an object.
 	seed := uint64(time.Now().UnixNano())
 	t.Log("seed", seed)
 	r := rand.New(rand.NewPCG(seed, 1))

@@ -132,7 +132,7 @@ func TestFaults(t *testing.T) {
 		s, uri := started(t, data, opt)
 		wire := watch(t, source.Options{Storage: storage})
 		src, err := new(Hub).Open(context.Background(), uri, source.Options{Storage: storage})
-		for range 50 { // opening gives up earlier than reading
+		for range 50 { // opening retries less often than reading
 			if err == nil && src.Facts().Ranges != nil {
 				break
 			}

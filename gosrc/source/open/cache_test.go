@@ -22,7 +22,7 @@ import (
 // A cache is set by its option, or by the setting with its default folder. If the store cannot be reached, the
 // cache returns the last known state, with one notice. An immutable URI is requested once. A response of the
 // store takes precedence.
-func TestCacheAway(t *testing.T) {
+func TestCacheOfAnUnreachableStore(t *testing.T) {
 	t.Cleanup(func() { knob.Load(nil) })
 	knob.Load(map[string]string{"OVERWIRE_CACHE": "on"})
 	source.Notices()

@@ -125,7 +125,7 @@ func TestHubCacheFirst(t *testing.T) {
 // If the Hub cannot be reached, all files of a load come from the cache at one commit: the commit in the URI
 // or, with a notice, the last one that the cache recorded. The Hub is not asked again. A file that is not in
 // the cache is not found, and the error names both the cache and the Hub.
-func TestHubAway(t *testing.T) {
+func TestHubUnreachable(t *testing.T) {
 	source.Notices()
 	for _, c := range []struct {
 		rev    string

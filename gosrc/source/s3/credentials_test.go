@@ -177,7 +177,7 @@ sso_role_name = r
 
 // The endpoint, region and addressing style follow the order of precedence. A store may refer the client to
 // another region.
-func TestWhere(t *testing.T) {
+func TestEndpointAndRegion(t *testing.T) {
 	home := t.TempDir()
 	config := filepath.Join(home, "config")
 	if err := os.WriteFile(config, []byte("[default]\nendpoint_url=https://profile.example\nregion=eu-west-9\n[profile svc]\nservices=x\n[services x]\ns3 =\n  endpoint_url = https://service.example\n"), 0o600); err != nil {

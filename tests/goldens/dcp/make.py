@@ -1,4 +1,4 @@
-"""Makes the sharded checkpoints in this folder, and for each of them a file with its whole tensors, KIND.expected.
+"""Makes the sharded checkpoints in this folder and, for each, a file KIND.expected with its whole tensors.
 
     python make.py fsdp2 shards consolidated safetensors     torch 2.15.0
     python make.py megatron                                  torch 2.11.0, megatron-core 0.16.1, einops
@@ -25,7 +25,7 @@ WHOLE = torch.arange(35.0).reshape(7, 5)
 
 
 def sharded() -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns a state of DTensors, cut unevenly by rows and by columns, and its whole tensors."""
+    """Returns a state of DTensors that are cut unevenly by rows and columns, and its whole tensors."""
     from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
     mesh = init_device_mesh("cpu", (2,))
@@ -75,7 +75,7 @@ def safetensors(folder: str) -> dict[str, Any]:
 
 
 def megatron(folder: str) -> dict[str, Any]:
-    torch.cuda.synchronize = lambda *args: None  # Megatron-core asks for a GPU that it does not use
+    torch.cuda.synchronize = lambda *args: None  # Megatron-core calls this, but does not use a GPU
     torch.cuda.current_device = lambda: "cpu"
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing import ShardedTensor
@@ -107,7 +107,7 @@ KINDS = {
 def rank(number: int, kind: str, meeting: str) -> None:
     from safetensors.torch import save_file
 
-    os.chdir(HERE)  # the folders contain the path by which they were written
+    os.chdir(HERE)  # the checkpoints contain the path to which they were written
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=number, world_size=2)
     expected = KINDS[kind](kind)
     dist.barrier()

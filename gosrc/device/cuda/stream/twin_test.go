@@ -174,8 +174,8 @@ func plainSnappy(src []byte, room int) (out []byte, ok bool) {
 	return out, true
 }
 
-// An lz is one of the two formats: the library's encoder, a plain decoder to compare the kernel with, and a writer of
-// elements that the library does not use.
+// An lz describes one of the two formats. It has the library's encoder, a plain decoder to compare the kernel with, and
+// a writer of elements that the library does not use.
 type lz struct {
 	kernel string
 	encode func(dst, src []byte) ([]byte, error)

@@ -101,8 +101,8 @@ func TestTwinEncode(t *testing.T) {
 	t.Logf("%d chunks", coded)
 }
 
-// twinX16 decodes a chunk, as the raw block of a stream, to `room` bytes. Both begin after a fence, and the
-// destination also ends at a fence if possible.
+// twinX16 decodes a chunk, as the raw block of a stream, to `room` bytes. The block and
+// the destination end at an inaccessible page if their alignment permits it. Otherwise they begin after one.
 func twinX16(t testing.TB, stored []byte, room int, arg uint32) ([]byte, uint32) {
 	t.Helper()
 	head := []byte{1, byte(arg), byte(arg >> 16), byte(arg >> 24), byte(room), byte(room >> 8), byte(room >> 16),
