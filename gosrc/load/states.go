@@ -1,6 +1,6 @@
 package load
 
-// This file computes file identities, and digests of a model's tensors on a GPU. Ranks that open a model's files at
+// This file computes file identities, digests of samples, and digests of a model's tensors on a GPU. Ranks that open a model's files at
 // different times compare the identities to detect changes.
 
 import (
@@ -10,11 +10,13 @@ import (
 	"encoding/hex"
 	"fmt"
 	"hash"
+	"runtime"
 
 	"github.com/overwire/overwire/gosrc/codec/digest"
 	"github.com/overwire/overwire/gosrc/device/cpu"
 	"github.com/overwire/overwire/gosrc/device/cuda"
 	"github.com/overwire/overwire/gosrc/device/cuda/stream"
+	"github.com/overwire/overwire/gosrc/internal/spawn"
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
@@ -33,10 +35,18 @@ type State struct {
 	Layout string `json:"layout"`
 	// Sealed means that Layout covers checksums of all tensor bytes in the file.
 	Sealed bool `json:"sealed"`
+	// Sample is a digest of samples of every tensor, if they were requested and neither Sealed nor Pin is set. It shows
+	// that files differ although their sizes and times are equal, but not changes of a few elements. On a network file
+	// system it covers Changed, because a server sets this time whenever a file is written.
+	Sample string `json:"sample"`
 }
 
-// FileStates returns a State for each file of the model. It reads nothing.
-func (m *Model) FileStates() []State {
+// FileStates returns a State for each file of the model. It reads nothing except samples.
+func (m *Model) FileStates(ctx context.Context, samples bool) ([]State, error) {
+	if err := m.Hold(); err != nil {
+		return nil, m.LocateError("open", err)
+	}
+	defer m.Drop()
 	layouts := m.layoutDigests()
 	states := make([]State, len(m.srcs))
 	for i, s := range m.srcs {
@@ -47,8 +57,14 @@ func (m *Model) FileStates() []State {
 			Changed: id.Changed, Pin: id.Pin, Network: f.Remote && f.File != nil, Layout: layouts[i],
 			Sealed: m.held.Sources[i].Overwire(),
 		}
+		if samples && !states[i].Sealed && id.Pin == "" {
+			var err error
+			if states[i].Sample, err = m.sampleDigest(ctx, i, &states[i]); err != nil {
+				return nil, err
+			}
+		}
 	}
-	return states
+	return states, nil
 }
 
 // layoutDigests returns State.Layout for each source.
@@ -88,6 +104,53 @@ func (m *Model) layoutDigests() []string {
 		out[i] = hex.EncodeToString(s.Sum(nil))
 	}
 	return out
+}
+
+// Samples are read from a plain file in these sizes: one for each tensor, and one more for each sampleGap of its bytes.
+const (
+	sampleBytes = 4 << 10
+	sampleGap   = 16 << 20
+)
+
+// sampleDigest returns State.Sample of a file.
+func (m *Model) sampleDigest(ctx context.Context, file int, s *State) (string, error) {
+	type sample struct{ off, end int64 }
+	var samples []sample
+	for i := range m.held.Tensors {
+		t := &m.held.Tensors[i]
+		if int(t.Source) != file || t.Alias >= 0 || t.Stored == 0 {
+			continue
+		}
+		n := 1 + t.Stored/sampleGap
+		for k := range n { // in the middle of each of n equal parts
+			lo, hi := t.Off+t.Stored/n*k, t.Off+t.Stored/n*(k+1)
+			lo = max(lo, lo+(hi-lo-sampleBytes)/2)
+			samples = append(samples, sample{lo, min(lo+sampleBytes, hi, s.Size)})
+		}
+	}
+	sum, workers := sha256.New(), min(8, runtime.GOMAXPROCS(0))
+	if s.Network {
+		fmt.Fprintf(sum, "%d\n", s.Changed)
+		workers = 32 // each read may wait for a server
+	}
+	const batch = 16
+	sums := make([][sha256.Size]byte, (len(samples)+batch-1)/batch)
+	err := spawn.Each(ctx, "samples", workers, len(sums), func(i int) error {
+		h, b := sha256.New(), make([]byte, sampleBytes)
+		for _, s := range samples[i*batch : min((i+1)*batch, len(samples))] {
+			part := b[:max(0, s.end-s.off)]
+			if err := m.srcs[file].ReadAt(ctx, part, s.off); err != nil {
+				return err
+			}
+			h.Write(part)
+		}
+		h.Sum(sums[i][:0])
+		return nil
+	})
+	for i := range sums {
+		sum.Write(sums[i][:])
+	}
+	return hex.EncodeToString(sum.Sum(nil)), err
 }
 
 // digestBytes limits how much of a model Digests loads onto the GPU at a time. A larger tensor is still loaded whole.

@@ -118,6 +118,7 @@ class LoadState(TypedDict):
     network: bool
     layout: str
     sealed: bool
+    sample: str
 
 
 class PreloadRequest(LoadSpec, LoadOptions, total=False):

@@ -64,9 +64,9 @@ def kept_blocks(keep: int, numbers: bytes) -> list[int]:
     return loads(core().call("kept_blocks", "", pack("=1q", keep) + numbers)[0])
 
 
-def states(model: int) -> list[_requests.LoadState]:
-    """Return the identities and states of a model's files."""
-    return loads(core().call("states", "", pack("=1q", handle(model)))[0])
+def states(model: int, samples: int) -> list[_requests.LoadState]:
+    """Return the identities and states of a model's files. `samples` reads samples of plain files."""
+    return loads(core().run("states", "", pack("=2q", handle(model), samples))[0])
 
 
 def streams(model: int) -> Result:

@@ -86,10 +86,8 @@ func modelVerbs() []*Verb {
 		answered("kept_blocks", "Return the numbers of the blocks that an offload keeps on the device.",
 			func(_ none, n []int64) ([]int64, error) { return load.KeptBlocks(n[1:], n[0]), nil }).
 			ints("keep").tail("the size of each block"),
-		answered("states", "Return the identities and states of a model's files.",
-			ofNumbered(modelOf, func(m *load.Model, _ none, _ []int64) ([]load.State, error) {
-				return m.FileStates(), nil
-			})).ints("model"),
+		started("states", "Return the identities and states of a model's files. `samples` reads samples of plain files.",
+			fileStates).awaited().ints("model", "samples"),
 		answered("streams",
 			"Return a copy of a model with its stored chunks as native X16 streams, its table, and the chunk sizes.",
 			ofNumbered(modelOf, streamModel)).ints("model"),
@@ -135,12 +133,7 @@ func modelVerbs() []*Verb {
 	}
 }
 
-func truth(yes bool) int64 {
-	if yes {
-		return 1
-	}
-	return 0
-}
+func truth(yes bool) int64 { return map[bool]int64{true: 1}[yes] }
 
 func openModel(ctx context.Context, _ *job.Job, q openRequest, _ []int64) (*Result, error) {
 	if q.Opened != 0 {
@@ -168,6 +161,14 @@ func openModel(ctx context.Context, _ *job.Job, q openRequest, _ []int64) (*Resu
 	}
 	r.Model, r.Table = keep(m), ix
 	return r, nil
+}
+
+func fileStates(ctx context.Context, _ *job.Job, _ none, n []int64) ([]load.State, error) {
+	m, err := modelOf(n[0])
+	if err != nil {
+		return nil, err
+	}
+	return m.FileStates(ctx, n[1] != 0)
 }
 
 func streamModel(m *load.Model, _ none, _ []int64) (*Result, error) {

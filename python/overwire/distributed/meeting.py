@@ -34,7 +34,7 @@ def describe_open_files(models: Sequence[Any]) -> OpenFiles:
         space = os.readlink("/proc/self/ns/mnt")
     except OSError:
         space = ""
-    files = [dict(state) for model in models for state in states(model.handle)]
+    files = [dict(state) for model in models for state in states(model.handle, False)]
     return OpenFiles((ranks.host_identity(), space), files, [uri for model in models for uri in model.uris])
 
 

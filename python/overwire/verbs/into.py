@@ -138,9 +138,9 @@ def in_place(model: Model, targets: Sequence[Destination], device: str) -> tuple
     return places, [targets[number].at for number in late]
 
 
-def states_of(file: Any) -> list[dict[str, Any]]:
+def states_of(file: Any, samples: bool = False) -> list[dict[str, Any]]:
     """Returns the identities of the files of a `safe_open`; see `overwire._verbs.states`."""
-    return [dict(state) for state in states(file._live_model().handle)]
+    return [dict(state) for state in states(file._live_model().handle, samples)]
 
 
 def table_of(file: Any) -> list[tuple[str, str, tuple[int, ...]]]:

@@ -17,6 +17,7 @@ from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
 from ..._compat_api import start_thread
 from ..kept_model.check_origins import digest_of_file_times
+from ..kept_model.identify_files import identify_files
 from ..kept_model.keep_files import Refused, fingerprint
 
 #: The modules that move weights for every model.
@@ -64,9 +65,6 @@ _MODEL = (
     "runner_type",
     "convert_type",
 )
-
-# The number of offsets at which each file is sampled, and the bytes that are read at each offset.
-_PLACES, _BYTES = 16, 4096
 
 # The number of characters at the start of a fingerprint that identify the model's path, device type and rank.
 _PLACE = 8
@@ -163,27 +161,12 @@ def _ranks_of_groups() -> Iterator[Any]:
 def facts_of_files(model_config: Any, loader: Any) -> Iterator[Any]:
     """Yields facts that identify a model's weights and configuration files. loader: the loader that knows the files
     (`reader_of`). Raises Refused if nothing identifies the files, and the errors of opening them."""
-    import overwire
-
-    from ..._compat_api import states_of
-
     where: Any
     if loader.at_source(model_config):
         where = loader.source
     else:
         where, _ = loader.files_of(DefaultModelLoader.Source(model_config.model, model_config.revision))
-    with overwire.safe_open(where, framework="pt", device="cpu", storage_options=loader.storage_options) as file:
-        for state in states_of(file):
-            if state["sealed"]:
-                yield state["layout"]
-            elif state["pin"]:
-                yield state["layout"], state["pin"]
-            elif not state["modified"]:
-                raise Refused("nothing identifies the model's files")
-            else:
-                yield state["layout"], state["size"], state["modified"]
-    for path in where if isinstance(where, list) else ():
-        yield _sample_digest(path)
+    yield from identify_files(where, loader.storage_options)
     folder = (
         model_config.model
         if os.path.isdir(model_config.model)
@@ -200,13 +183,3 @@ def facts_of_files(model_config: Any, loader: Any) -> Iterator[Any]:
         ):
             with open(path, "rb") as content:
                 yield name, hashlib.sha256(content.read()).hexdigest()
-
-
-def _sample_digest(path: str) -> str:
-    # Returns a digest of bytes at regular offsets of a file.
-    digest = hashlib.sha256()
-    with open(path, "rb", buffering=0) as file:
-        size = os.fstat(file.fileno()).st_size
-        for place in range(_PLACES):
-            digest.update(os.pread(file.fileno(), _BYTES, size * place // _PLACES))
-    return digest.hexdigest()
