@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import pickle
@@ -18,6 +19,7 @@ import overwire as ow
 import pytest
 
 torch = pytest.importorskip("torch")
+np = pytest.importorskip("numpy")
 
 from overwire.bundles import torchfiles, torchfolders  # noqa: E402
 from overwire.bundles.torchfiles import opened  # noqa: E402
@@ -327,6 +329,25 @@ def test_functions_that_read_models_accept_torch_files(tmp_path: Path) -> None:
         with pytest.raises(ow.CorruptError, match="checksum mismatch"):
             call(path)
     assert run("load", str(path)).returncode == 1
+
+
+def test_numpy_arrays_that_are_left_out_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """load_file logs a warning if a torch.save file also has numpy arrays, because they may be weights. Numbers,
+    settings and other plain values cause no warning."""
+    path = tmp_path / "m.pt"
+    values = {"epoch": 3, "best": np.float64(0.5), "args": argparse.Namespace(lr=0.1), "dtype": torch.float16}
+    for weights in ({}, {"b": np.arange(5.0)}, {f"b\n{n}": np.arange(5) for n in range(9)}):
+        torch.save({"model": {"w": torch.ones(3), **weights}, **values}, path, pickle_protocol=5 if "b" in weights else 2)
+        caplog.clear()
+        assert list(ow.load_file(path)) == ["model.w"]
+        messages = [record.getMessage() for record in caplog.records if "numpy" in record.getMessage()]
+        if not weights:
+            assert not messages
+            continue
+        names = ", ".join(repr(f"model.{name}") for name in list(weights)[:3]) + ", ..." * (len(weights) > 3)
+        assert messages == [
+            f"overwire: open {path}: {len(weights)} numpy arrays are left out, because only tensors are loaded: {names}"
+        ]
 
 
 def test_verify_reports_the_checksums_and_the_size_of_the_file(tmp_path: Path) -> None:

@@ -6,15 +6,23 @@ The readers are imported only for paths that may need them.
 from __future__ import annotations
 
 import os
+import re
 import time
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..errors import ArgumentError
 from ..files import AnonymousMemory, folders_of, has_weights, may_be_foreign
+from ..jobs import log
 from ..paths import classed_errors, is_remote
 
 if TYPE_CHECKING:
     from .._requests import VerifyCopy
+
+# What `write_plain` returns for a numpy array in a pickle: its name, and the function that makes it.
+_ARRAY = re.compile(r"(.*): numpy\.[\w.]*\b(?:_reconstruct|_frombuffer)", re.DOTALL)
+
+# The largest number of names in a warning, and the most characters of each.
+_SHOWN, _LONGEST = 3, 200
 
 
 class InMemory(NamedTuple):
@@ -88,8 +96,13 @@ def _in_memory(source: str, kind: str, is_header: bool, listed: set[str] | None)
     with open_content(source, kind, compare=not is_header) as content:
         refuse_empty(content, source, kind)
         select_listed(content, source, listed)
-        write_plain(content, memory.number, source, is_header)
+        left = write_plain(content, memory.number, source, is_header)
         has_compared = content.has_sums and not is_header
+    arrays = [] if is_header else [found[1] for line in left if (found := _ARRAY.fullmatch(line[len(source) + 2 :]))]
+    if arrays:
+        names = [repr(name[:_LONGEST]) for name in arrays[:_SHOWN]]
+        text = "overwire: open %s: %d numpy arrays are left out, because only tensors are loaded: %s"
+        log.warning(text, source, len(arrays), ", ".join(names) + ", ..." * (len(arrays) > _SHOWN))
     seconds = time.perf_counter() - start
     original: VerifyCopy = {"kind": kind, "bytes": size_of(source, kind), "compared": has_compared, "seconds": seconds}
     return InMemory(memory, source, original)
