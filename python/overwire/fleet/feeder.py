@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import os
 import pickle
+import secrets
 import time
 from array import array
 from collections.abc import Callable
@@ -78,7 +78,7 @@ class Feeder:
     def __init__(self, ray: Any, piece: int, room: int) -> None:
         self._ray, self._room = ray, room
         self._node: str = ray.get_runtime_context().get_node_id()
-        self._process = f"{self._node} {os.getpid()}"
+        self._process = f"{self._node} {secrets.token_hex(16)}"  # processes in containers may have the same number
         self._directory = find_directory(ray)
         self._patience = _START  # for the directory's next answer: a new actor starts in some seconds
         self._memory: dict[Piece, Any] = {}  # of the pieces that the engine uses
