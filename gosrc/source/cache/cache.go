@@ -19,9 +19,11 @@ package cache
 import (
 	"context"
 	"crypto/rand"
+	"crypto/sha256"
 	"encoding/hex"
 	"errors"
 	"fmt"
+	"hash"
 	"io/fs"
 	"os"
 	"path/filepath"
@@ -37,6 +39,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/internal/avx"
 	"github.com/overwire/overwire/gosrc/internal/ordered"
 	"github.com/overwire/overwire/gosrc/internal/regular"
 	"github.com/overwire/overwire/gosrc/internal/sizes"
@@ -68,7 +71,8 @@ func (c Folder) storeOf(uri string) string {
 	return c.StoreOf(source.Scheme(uri))
 }
 
-// Keep returns the object of src from the folder. It first fetches the object if it is missing. It closes src.
+// Keep returns the object of src from the folder. It first fetches the object if it is missing, and compares it with the
+// SHA-256 of the store, if that is known. It closes src.
 // It does not store an object that has no Identity or is larger than the limit, and returns src itself instead.
 func (c Folder) Keep(ctx context.Context, src source.Source) (source.Source, error) {
 	dir, pin := c.Path, src.Facts().Identity.Pin
@@ -84,8 +88,9 @@ func (c Folder) Keep(ctx context.Context, src source.Source) (source.Source, err
 		return nil, errs.Place("cache", dir, "", -1, err)
 	}
 	defer f.Close()
-	c.writeNote(src.URI(), note{Pin: pin, Size: src.Size()})
-	return openKept(f, src.URI())
+	sum := src.Facts().SHA256
+	c.writeNote(src.URI(), note{Pin: pin, Size: src.Size(), SHA256: sum})
+	return openKept(f, src.URI(), sum)
 }
 
 // FindCopy returns the object of src from the folder, and closes src. If the folder does not have it, FindCopy
@@ -101,16 +106,29 @@ func (c Folder) FindCopy(ctx context.Context, src source.Source) (source.Source,
 	}
 	defer f.Close()
 	defer src.Close()
-	return openKept(f, src.URI())
+	return openKept(f, src.URI(), src.Facts().SHA256)
+}
+
+// A keptFile is a file of the folder. sha256 is its hash according to the store, or "".
+type keptFile struct {
+	*file.File
+	sha256 string
+}
+
+// Facts adds the hash to the facts of the file.
+func (k keptFile) Facts() source.Facts {
+	f := k.File.Facts()
+	f.SHA256 = k.sha256
+	return f
 }
 
 // openKept returns a source for a file of the folder. It duplicates the descriptor.
-func openKept(f *os.File, uri string) (source.Source, error) {
+func openKept(f *os.File, uri, sha256 string) (source.Source, error) {
 	local, err := file.FromFD(int(f.Fd()), uri)
 	if err != nil {
 		return nil, err
 	}
-	return local, nil
+	return keptFile{local, sha256}, nil
 }
 
 func (c Folder) keepObject(ctx context.Context, src source.Source, pin string) (*os.File, error) {
@@ -260,15 +278,15 @@ func hasSum(ctx context.Context, f *os.File, key string, size int64) bool {
 	sum, err := passBytes(ctx, key, size, min(8, runtime.GOMAXPROCS(0)), func(b []byte, off int64) error {
 		_, err := f.ReadAt(b, off)
 		return errs.FromOS(err)
-	}, nil)
+	}, nil, nil)
 	return err == nil && f.Name() == key+"-"+sum
 }
 
 // passBytes reads size bytes with several workers. It hashes the key and then the bytes, in order. The key is
 // hashed so that the file of another object does not match under this name. If write is not nil, it is called
-// with each hashed block while further blocks are being read.
+// with each hashed block while further blocks are being read. If second is not nil, it also hashes the bytes.
 func passBytes(ctx context.Context, key string, size int64, workers int,
-	read, write func(b []byte, off int64) error) (string, error) {
+	read, write func(b []byte, off int64) error, second hash.Hash) (string, error) {
 	h := xxh3.New128()
 	_, _ = h.WriteString(filepath.Base(key))
 	slots := make([][]byte, workers+workers/4+1)
@@ -287,6 +305,10 @@ func passBytes(ctx context.Context, key string, size int64, workers int,
 		Turn: func(k int) error {
 			b, _ := cut(k)
 			_, _ = h.Write(b)
+			if second != nil {
+				avx.Clear()
+				_, _ = second.Write(b)
+			}
 			return nil
 		},
 	}
@@ -316,12 +338,23 @@ func fetchObject(ctx context.Context, key string, src source.Source) (f *os.File
 		}
 	}()
 	read := func(b []byte, off int64) error { return src.ReadAt(ctx, b, off) }
+	var second hash.Hash
+	want := src.Facts().SHA256
+	if want != "" {
+		second = sha256.New()
+	}
 	sum, err := passBytes(ctx, key, src.Size(), reads, read, func(b []byte, off int64) error {
 		_, err := f.WriteAt(b, off)
 		return errs.FromOS(err)
-	})
+	}, second)
 	if err != nil {
 		return f, err
+	}
+	if second != nil {
+		if got := hex.EncodeToString(second.Sum(nil)); got != want {
+			return f, errs.New(errs.ErrCorrupt, "%s: the SHA-256 of the received bytes is %s, but the store reports %s: "+
+				"try again", errs.RedactURI(src.URI()), got, want)
+		}
 	}
 	if err := os.Rename(temp, key+"-"+sum); err != nil {
 		return f, errs.FromOS(err)

@@ -3,6 +3,8 @@ package cache
 import (
 	"bytes"
 	"context"
+	"crypto/sha256"
+	"encoding/hex"
 	"errors"
 	"math/rand/v2"
 	"os"
@@ -25,12 +27,14 @@ import (
 type tagged struct {
 	sourcetest.Mem
 	id   string
+	sum  string
 	read *atomic.Int64
 	fail bool
 }
 
 func (t *tagged) Facts() (f source.Facts) {
 	f.Identity, f.Settled = source.Pinned(t, t.id)
+	f.SHA256 = t.sum
 	return f
 }
 
@@ -127,6 +131,43 @@ func TestKeep(t *testing.T) {
 	s, err := Folder{Path: dir}.Keep(ctx, &tagged{Mem: sourcetest.Mem{Name: "http://h/y", Data: data}, read: &read})
 	if _, same := s.(*tagged); err != nil || !same {
 		t.Errorf("%T %v", s, err)
+	}
+}
+
+// An object is compared with the SHA-256 of its store when it is fetched. Wrong bytes are not kept. The source from the
+// folder also has the SHA-256.
+func TestSHA256(t *testing.T) {
+	data := random(9<<20, 1)
+	sum := sha256.Sum256(data)
+	folder := Folder{Path: t.TempDir()}
+	src := &tagged{Mem: sourcetest.Mem{Name: "hf://o/m/x", Data: slices.Clone(data)}, id: "e",
+		sum: hex.EncodeToString(sum[:]), read: new(atomic.Int64)}
+	src.Data[5] ^= 1
+	if _, err := folder.Keep(t.Context(), src); !errors.Is(err, errs.ErrCorrupt) || !strings.Contains(err.Error(), src.sum) {
+		t.Errorf("wrong bytes: %v", err)
+	}
+	if kept := names(t, folder.Path); len(kept) != 0 {
+		t.Error(kept)
+	}
+	src.Data = data
+	for range 2 {
+		s, err := folder.Keep(t.Context(), src)
+		if err != nil {
+			t.Fatal(err)
+		}
+		last, err := folder.Last(t.Context(), src.Name)
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, s := range []source.Source{s, last} {
+			if got := s.Facts().SHA256; got != src.sum {
+				t.Errorf("the source has the SHA-256 %q", got)
+			}
+			s.Close()
+		}
+	}
+	if src.read.Load() != 2*int64(len(data)) {
+		t.Errorf("read %d bytes", src.read.Load())
 	}
 }
 

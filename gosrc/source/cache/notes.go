@@ -15,7 +15,6 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/regular"
 	"github.com/overwire/overwire/gosrc/source"
-	"github.com/overwire/overwire/gosrc/source/file"
 )
 
 // A note is a store's last response for a URI: an object's state, its absence, or a folder's listing.
@@ -23,6 +22,7 @@ type note struct {
 	Name   string   `json:"name"` // the note's file name, so that another URI's note does not match
 	Pin    string   `json:"pin,omitempty"`
 	Size   int64    `json:"size,omitempty"`
+	SHA256 string   `json:"sha256,omitempty"` // the object's hash according to the store
 	Absent bool     `json:"absent,omitempty"`
 	List   []string `json:"list,omitempty"`
 }
@@ -90,7 +90,7 @@ func (c Folder) Last(ctx context.Context, uri string) (source.Source, error) {
 		return nil, context.Cause(ctx)
 	}
 	defer f.Close()
-	return file.FromFD(int(f.Fd()), uri)
+	return openKept(f, uri, n.SHA256)
 }
 
 // KeepList records a folder's listing.
