@@ -79,6 +79,7 @@ func TestUsage(t *testing.T) {
 			"this would be 5 bytes; add the unit: 5GB"},
 		{[]string{"compress", file, "-o", "y.tensors"}, ExitUsage, "overwire convert"},
 		{[]string{"convert", file, "-o", "y.gguf"}, ExitUsage, "cannot write .gguf files"},
+		{[]string{"convert", file, "-o", "config.json"}, ExitUsage, "cannot write .json files"},
 		{[]string{"compress", "-x", file}, ExitUsage, "no option -x"},
 		{[]string{"convert", file, "-o", "y", "--to", "zip"}, ExitUsage, "overwire or safetensors"},
 		{[]string{"inspect", "--json=yes", file}, ExitUsage, "takes no value"},

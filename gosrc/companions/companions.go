@@ -34,6 +34,9 @@ var OtherWeights = []string{
 	".pkl", ".pt", ".pth", ".tensors", ".tflite",
 }
 
+// OtherFiles are the extensions of auxiliary files, which never have weights.
+var OtherFiles = []string{".jinja", ".json", ".md", ".py", ".txt", ".yaml", ".yml"}
+
 // A Folder describes where to look for auxiliary files.
 type Folder struct {
 	Path string
@@ -135,16 +138,19 @@ func isWeights(name string) bool {
 	return ok
 }
 
-// OtherFormat returns the extension of a name if it belongs to another weight format, otherwise "".
+// OtherFormat returns the extension of a name if it belongs to another weight format or to auxiliary files, otherwise "".
 func OtherFormat(name string) string {
-	if ext := strings.ToLower(filepath.Ext(name)); slices.Contains(OtherWeights, ext) {
+	ext := strings.ToLower(filepath.Ext(name))
+	if slices.Contains(OtherWeights, ext) || slices.Contains(OtherFiles, ext) {
 		return ext
 	}
 	return ""
 }
 
 // fits reports whether a file is small enough to be copied.
-func fits(name string, size int64) bool { return size <= MaxOther || OtherFormat(name) == "" }
+func fits(name string, size int64) bool {
+	return size <= MaxOther || !slices.Contains(OtherWeights, strings.ToLower(filepath.Ext(name)))
+}
 
 // findCompanion finds the file that a name in the folder leads to. ok is false if it must not be copied.
 func findCompanion(root, path string) (f File, ok bool, err error) {

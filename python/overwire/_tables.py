@@ -52,6 +52,11 @@ OTHER_WEIGHTS = tuple("""
 
 MOST_OTHER = 67108864
 
+# Suffixes of auxiliary files, which never have weights.
+OTHER_FILES = frozenset("""
+    .jinja .json .md .py .txt .yaml .yml
+""".split())
+
 # Kinds of files that may be found instead of weights: an offset and the bytes there (none means
 # any), globs for the name (none means any), the kind, what the user can do, and whether a folder
 # with other weights may contain such a file.

@@ -352,8 +352,9 @@ def test_errors_show_wrong_values_in_python_notation(tmp_path: Path) -> None:
     weights = {"a": torch.arange(4.0)}
     with pytest.raises(ow.ArgumentError, match=r"level 9: expected 'default' or 'smaller'"):
         ow.save_file(weights, tmp_path / "m.safetensors", level=9)  # type: ignore[arg-type]
-    with pytest.raises(ow.ArgumentError, match=r"x\.gguf: the name has the ending of another format"):
-        ow.save_file(weights, tmp_path / "x.gguf")
+    for name in ("x.gguf", "config.json", "model.safetensors.index.json", "tokenizer_config.JSON", "merges.txt"):
+        with pytest.raises(ow.ArgumentError, match=f"{name}: the name has the ending of another format"):
+            ow.save_file(weights, tmp_path / name)
     assert not list(tmp_path.iterdir())
 
 

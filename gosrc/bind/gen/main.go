@@ -83,6 +83,8 @@ func tables() string {
 	b.WriteString("# Suffixes of weight files in unsupported formats. Files of up to MOST_OTHER bytes are copied.\n")
 	fmt.Fprintf(&b, "OTHER_WEIGHTS = tuple(\"\"\"\n    %s\n\"\"\".split())\n\nMOST_OTHER = %d\n\n",
 		wrapped(strings.Join(companions.OtherWeights, " ")), companions.MaxOther)
+	b.WriteString("# Suffixes of auxiliary files, which never have weights.\n")
+	set(&b, "OTHER_FILES", companions.OtherFiles)
 	b.WriteString("# Kinds of files that may be found instead of weights: an offset and the bytes there (none means\n" +
 		"# any), globs for the name (none means any), the kind, what the user can do, and whether a folder\n" +
 		"# with other weights may contain such a file.\n")

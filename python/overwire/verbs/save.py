@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from .. import _verbs
+from .._tables import OTHER_FILES, OTHER_WEIGHTS
 from ..errors import ArgumentError, NotSupportedError, name_tensor
 from ..frameworks.choose import frame_of
 from ..frameworks.spec import JoinedTensor, TensorSpec
@@ -28,8 +29,9 @@ if TYPE_CHECKING:
 
     from .._requests import SaveRequest
 
-#: The name endings of other formats. Programs would not recognise a safetensors file with such a name.
-_OTHERS = (".bin", ".ckpt", ".gguf", ".h5", ".npz", ".onnx", ".pkl", ".pt", ".pth")
+# The name endings of other formats, and of auxiliary files such as config.json. Programs would not recognise a
+# safetensors file with such a name.
+_OTHERS = OTHER_FILES.union(OTHER_WEIGHTS) - {".tensors"}
 
 
 @overload
@@ -111,7 +113,7 @@ spell_out(save_file, SaveOptions)
 
 
 def refuse_other_format(target: str) -> None:
-    """Raises ArgumentError for a file name with the ending of another format of weights."""
+    """Raises ArgumentError for a file name with the ending of another format of weights or of auxiliary files."""
     if os.path.splitext(target)[1].lower() in _OTHERS and not os.path.isdir(target):
         raise ArgumentError(
             f"overwire: save {target}: the name has the ending of another format: use one that ends in .safetensors"
