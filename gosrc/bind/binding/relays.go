@@ -27,9 +27,7 @@ func relayVerbs() []*Verb {
 			tail("load requests of all ranks of this host, with the rank in place of the destination; default: all " +
 				"tensors"),
 		answered("relay_shares", "Return, for each piece, the size of each rank's share in its buffer.",
-			ofNumbered(relayOf, func(r *relay.Relay, _ none, _ []int64) ([]int64, error) {
-				return r.ShareSizes()
-			})).
+			ofNumbered(relayOf, func(r *relay.Relay, _ none, _ []int64) ([]int64, error) { return r.ShareSizes() })).
 			ints("job"),
 		answered("relay_aim", "Set this rank's requests, before the first decode.",
 			ofNumbered(relayOf, func(r *relay.Relay, _ none, n []int64) (none, error) {
