@@ -38,6 +38,7 @@ test_host_sleep.TEST(Path.cwd())
         "killed_engines",
         "store_ends",
         "entries_stay",
+        "changed_puts",
         "closed_puts",
         "forged_digests",
         "forged_tensors",
@@ -311,3 +312,21 @@ def arguments(folder: Path) -> None:
         ow.sleep(tensors, host="yes")  # type: ignore[arg-type]
     with pytest.raises(ow.NotFoundError, match="socket"):
         ow.prepare_sleep(tensors, host=True).wait(60)
+
+
+def changed_puts(folder: Path) -> None:
+    """Tensors that change while they are put into the store are not put. Later they wake with their own bytes, even if
+    they had the first bytes again before the sleep."""
+    with running(folder) as store:
+        tensors = weights(4, 32)
+        want = copies(tensors)
+        memory = ow.prepare_sleep(tensors, host=True)
+        tensors["w3"].add_(1)
+        with pytest.raises(ow.ArgumentError, match="the tensor was changed") as error:
+            memory.wait(60)
+        assert error.value.tensor == "w3"
+        tensors["w3"].copy_(want["w3"])
+        assert not store.report()["entries"]
+        with ow.sleep(tensors, host=True) as asleep:
+            assert asleep.shared == 0
+        same(tensors, want)

@@ -3,11 +3,15 @@ package sleep
 // This file uses the host store: for tensors that it has, and to put tensors into it.
 
 import (
+	"cmp"
 	"context"
+	"runtime"
 	"time"
+	"unsafe"
 
 	"github.com/overwire/overwire/gosrc/codec"
 	"github.com/overwire/overwire/gosrc/codec/digest"
+	"github.com/overwire/overwire/gosrc/device/cuda/stream"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/hoststore"
 	"github.com/overwire/overwire/gosrc/job"
@@ -46,8 +50,37 @@ func keepTensors(ctx context.Context, s *sleeper, in []Tensor) error {
 		return err
 	}
 	defer s.mem.Free()
+	if err := compareDigests(ctx, s, in, sums); err != nil {
+		return err
+	}
 	s.report.Shared, s.report.Stored = s.report.Stored, 0
 	return hoststore.KeepBytes(ctx, src, sums)
+}
+
+// compareDigests returns an error if tensors have changed since their digests were computed. The container may then have
+// other bytes than those of the digests.
+func compareDigests(ctx context.Context, s *sleeper, in []Tensor, sums map[string]digest.Sum) error {
+	views := make([]digest.View, len(in))
+	for i := range in {
+		views[i] = digest.Contiguous(uint64(uintptr(unsafe.Pointer(unsafe.SliceData(in[i].Data)))), int64(len(in[i].Data)))
+	}
+	gpu, err := gpuOf(s.Device)
+	var now []digest.Sum
+	switch {
+	case err != nil:
+		return err
+	case gpu == nil:
+		now, err = digest.All(ctx, views, cmp.Or(s.Threads, runtime.GOMAXPROCS(0)), digest.ProcessKey())
+	default:
+		now, err = gpu.Digest(stream.Order{}, views, digest.ProcessKey())
+	}
+	for i := range now {
+		if now[i] != sums[in[i].Name] && err == nil {
+			err = errs.Locate("sleep", "", in[i].Name, -1, errs.New(errs.ErrArgument, "the tensor was changed while it was "+
+				"put into the host store: call prepare_sleep again, and change no tensor before SleepMemory.wait returns"))
+		}
+	}
+	return err
 }
 
 // A foundPart is a container of the host store. isUsed says which tensors of its index are used.

@@ -324,7 +324,8 @@ class SleepMemory(HandleOwner):
 
     def wait(self, timeout: float | None = None) -> bool:
         """Waits at most `timeout` seconds until the memory is ready, or a sleep has taken the part that was ready.
-        Returns False after the timeout. Raises OutOfMemoryError and DeviceError; memory that is ready stays."""
+        Returns False after the timeout. Raises OutOfMemoryError and DeviceError; memory that is ready stays. With
+        host, also raises ArgumentError if a tensor was changed meanwhile."""
         check_wait(timeout)
         end = None if timeout is None else time.monotonic() + timeout
         with self._lock:
