@@ -352,10 +352,29 @@ def test_errors_show_wrong_values_in_python_notation(tmp_path: Path) -> None:
     weights = {"a": torch.arange(4.0)}
     with pytest.raises(ow.ArgumentError, match=r"level 9: expected 'default' or 'smaller'"):
         ow.save_file(weights, tmp_path / "m.safetensors", level=9)  # type: ignore[arg-type]
-    for name in ("x.gguf", "config.json", "model.safetensors.index.json", "tokenizer_config.JSON", "merges.txt"):
-        with pytest.raises(ow.ArgumentError, match=f"{name}: the name has the ending of another format"):
-            ow.save_file(weights, tmp_path / name)
+    with pytest.raises(ow.ArgumentError, match=r"x\.gguf: the name has the ending of another format"):
+        ow.save_file(weights, tmp_path / "x.gguf")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json", "tokenizer_config.JSON", "merges.txt"])
+def test_auxiliary_files_are_not_replaced(tmp_path: Path, name: str) -> None:
+    """Functions that write tensors refuse the names of configurations and other auxiliary files."""
+    path = tmp_path / name
+    path.write_text("kept")
+    weights = {"a": torch.arange(4.0)}
+    ow.save_file(weights, tmp_path / "m.safetensors")
+    writes: list[Callable[[], object]] = [
+        lambda: ow.save_file(weights, path),
+        lambda: ow.save_bundle(weights, path),
+        lambda: ow.save_delta(weights, weights, path),
+        lambda: ow.sleep(dict(weights), to_file=path),
+        lambda: ow.convert(tmp_path / "m.safetensors", path),
+    ]
+    for write in writes:
+        with pytest.raises(ow.ArgumentError, match="ending of another format|cannot write"):
+            write()
+    assert path.read_text() == "kept" and len(list(tmp_path.iterdir())) == 2
 
 
 def test_every_function_reports_damage_with_the_same_rule(tmp_path: Path) -> None:

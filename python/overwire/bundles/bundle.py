@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 from .._imports import Undisturbed, imported
 from .._order import await_path
+from .._tables import OTHER_FILES
 from .._undo import after_error
 from ..errors import (
     ArgumentError,
@@ -184,6 +185,9 @@ def _save_bundle(obj: Any, path: str | os.PathLike[str], how: _How, options: dic
             f"overwire: compress {shown(target)}: the name of a pickle must not end in .safetensors, because it could "
             f"replace the container of another bundle: name it .pkl, or save only tensors with overwire.save_file"
         )
+    if os.path.splitext(target)[1].lower() in OTHER_FILES:
+        text = "the name has the ending of another format: name it .pkl"
+        raise ArgumentError(f"overwire: compress {shown(target)}: {text}")
     access = options.get("storage_options")
     storage(access, [target])  # raises for invalid options before anything is done
     if how.wait and max_memory is not None:
