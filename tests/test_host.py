@@ -33,6 +33,9 @@ elif verb == "safe_open":
         tensors = {name: file.get_tensor(name) for name in file.keys()}
 elif verb == "setting":
     tensors = ow.load_file(path, framework="np")
+elif verb == "identify":
+    from overwire.integrations.kept_model.identify_files import identify_files
+    tensors = {str(list(identify_files(path))): __import__("numpy").zeros(1)}
 else:
     tensors = ow.load_file(path, framework="np", host=False)
 end = time.time() + 60
@@ -112,6 +115,18 @@ def test_second_process_loads_from_memory(store: Store, save: Callable[..., Path
     assert not any(without["host"].values())
     (entry,) = store.report()["entries"]
     assert (entry["label"], entry["users"], entry["state"]) == (str(path), 0, "ready")
+
+
+def test_files_that_are_identified_are_not_put(store: Store, save: Callable[..., Path]) -> None:
+    """Engines identify plain files by samples before they know whether they need them. The files are not put into the
+    store, and their facts are the same if the store has them."""
+    pytest.importorskip("torch")
+    path = save("m.safetensors", compress=False)
+    time.sleep(3.1)
+    first = store.load(path, "identify")
+    assert not any(first["host"].values()) and not store.report()["entries"]
+    assert store.command("put", str(path)).returncode == 0
+    assert store.load(path, "identify") == first
 
 
 def test_changed_files_are_never_served(store: Store, save: Callable[..., Path]) -> None:

@@ -43,10 +43,12 @@ type State struct {
 
 // FileStates returns a State for each file of the model. It reads nothing except samples.
 func (m *Model) FileStates(ctx context.Context, samples bool) ([]State, error) {
-	if err := m.Hold(); err != nil {
-		return nil, m.LocateError("open", err)
+	if samples {
+		if err := m.Hold(); err != nil {
+			return nil, m.LocateError("open", err)
+		}
+		defer m.Drop()
 	}
-	defer m.Drop()
 	layouts := m.layoutDigests()
 	states := make([]State, len(m.srcs))
 	for i, s := range m.srcs {

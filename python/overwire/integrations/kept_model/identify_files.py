@@ -13,14 +13,16 @@ def identify_files(source: Any, storage_options: Any = None) -> Iterator[Any]:
     several hosts have equal facts.
 
     A compressed file is identified by its checksums, an object by its version in the store, and a plain file by its
-    header, its modification time and samples of every tensor. source, storage_options: as for `safe_open`. Raises
+    header, its modification time and samples of every tensor. They are read from the files, and nothing is put into the
+    host store. source, storage_options: as for `safe_open`. Raises
     Refused if nothing identifies a file, and the errors of opening them.
     """
     import overwire
 
     from ..._compat_api import states_of
 
-    with overwire.safe_open(source, framework="pt", device="cpu", storage_options=storage_options) as file:
+    options = {"storage_options": storage_options, "host": False}
+    with overwire.safe_open(source, framework="pt", device="cpu", **options) as file:
         for state in states_of(file, samples=True):
             if state["sealed"]:
                 yield state["layout"]
