@@ -35,6 +35,9 @@ _EXIT_MS = 2000  # how long the exit of the process waits for cancelled jobs
 # for its tables, most of it unused, and grows its heap in steps of 64 MiB.
 _START_SPACE = 1344 << 20
 
+# The limits that are compared before the engine starts: their names in /proc/self/limits, and in the module `resource`.
+_LIMITS = {"Max address space": "RLIMIT_AS", "Max stack size": "RLIMIT_STACK", "Max processes": "RLIMIT_NPROC"}
+
 # glibc reserves an arena of this size for each thread that allocates. The mallopt option limits the number of arenas.
 _ARENA, _M_ARENA_MAX = 128 << 20, -8
 
@@ -112,7 +115,7 @@ def open_library() -> Any:
 
 
 def _read_limits() -> dict[str, int]:
-    # Reads the limits of this process that are not "unlimited". Python's module `resource` takes longer to import.
+    # Reads the limits of this process that are not "unlimited".
     limits: dict[str, int] = {}
     try:
         with open("/proc/self/limits") as file:
@@ -120,7 +123,15 @@ def _read_limits() -> dict[str, int]:
                 if (value := line[26:46].strip()).isdigit():
                     limits[line[:26].strip()] = int(value)
     except OSError:  # a sandbox without /proc
-        pass
+        import resource  # takes longer to import than reading the file
+
+        for name, limit in _LIMITS.items():
+            try:
+                number = resource.getrlimit(getattr(resource, limit))[0]
+            except OSError:  # the sandbox forbids the call
+                continue
+            if number != resource.RLIM_INFINITY:
+                limits[name] = number
     return limits
 
 

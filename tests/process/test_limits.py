@@ -56,6 +56,28 @@ assert os.listdir(os.path.dirname(target)) == [os.path.basename(target)]
     )
 
 
+def test_limits_are_read_without_proc() -> None:
+    """In a sandbox without /proc, the same limits are compared before the engine starts. Otherwise Go's runtime would
+    end the process."""
+    run(
+        """
+import builtins, resource
+from overwire import _engine
+resource.setrlimit(resource.RLIMIT_AS, (1 << 45, 1 << 46))
+resource.setrlimit(resource.RLIMIT_STACK, (8 << 20, 64 << 20))
+resource.setrlimit(resource.RLIMIT_NPROC, (1 << 14, 1 << 14))
+usual, real = _engine._read_limits(), open
+def refuse(path, *mode):
+    if path == "/proc/self/limits":
+        raise FileNotFoundError(path)
+    return real(path, *mode)
+builtins.open = refuse
+assert _engine._read_limits() == {name: usual[name] for name in _engine._LIMITS}
+assert list(_engine._read_limits().values()) == [1 << 45, 8 << 20, 1 << 14]
+"""
+    )
+
+
 def test_the_engine_starts_without_free_descriptors(tmp_path: Path) -> None:
     """If no descriptor is free, starting the engine raises IOFailure with the system's errno. A later call starts the
     engine."""
