@@ -138,7 +138,8 @@ func isWeights(name string) bool {
 	return ok
 }
 
-// OtherFormat returns the extension of a name if it belongs to another weight format or to auxiliary files, otherwise "".
+// OtherFormat returns the extension of a name if it belongs to another weight format or to an auxiliary file.
+// Otherwise it returns "".
 func OtherFormat(name string) string {
 	ext := strings.ToLower(filepath.Ext(name))
 	if slices.Contains(OtherWeights, ext) || slices.Contains(OtherFiles, ext) {

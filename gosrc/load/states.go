@@ -1,7 +1,7 @@
 package load
 
-// This file computes file identities, digests of samples, and digests of a model's tensors on a GPU. Ranks that open a model's files at
-// different times compare the identities to detect changes.
+// This file computes file identities, digests of samples, and digests of a model's tensors on a GPU. Ranks that open a
+// model's files at different times compare the identities to detect changes.
 
 import (
 	"context"

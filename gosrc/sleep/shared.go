@@ -57,12 +57,12 @@ func keepTensors(ctx context.Context, s *sleeper, in []Tensor) error {
 	return hoststore.KeepBytes(ctx, src, sums)
 }
 
-// compareDigests returns an error if tensors have changed since their digests were computed. The container may then have
-// other bytes than those of the digests.
+// compareDigests returns an error if tensors have changed since their digests were computed. The container may then
+// have other bytes than those of the digests.
 func compareDigests(ctx context.Context, s *sleeper, in []Tensor, sums map[string]digest.Sum) error {
 	views := make([]digest.View, len(in))
-	for i := range in {
-		views[i] = digest.Contiguous(uint64(uintptr(unsafe.Pointer(unsafe.SliceData(in[i].Data)))), int64(len(in[i].Data)))
+	for i, t := range in {
+		views[i] = digest.Contiguous(uint64(uintptr(unsafe.Pointer(unsafe.SliceData(t.Data)))), int64(len(t.Data)))
 	}
 	gpu, err := gpuOf(s.Device)
 	var now []digest.Sum
@@ -76,8 +76,9 @@ func compareDigests(ctx context.Context, s *sleeper, in []Tensor, sums map[strin
 	}
 	for i := range now {
 		if now[i] != sums[in[i].Name] && err == nil {
-			err = errs.Locate("sleep", "", in[i].Name, -1, errs.New(errs.ErrArgument, "the tensor was changed while it was "+
-				"put into the host store: call prepare_sleep again, and change no tensor before SleepMemory.wait returns"))
+			err = errs.Locate("sleep", "", in[i].Name, -1, errs.New(errs.ErrArgument, "the tensor was changed while "+
+				"it was put into the host store: call prepare_sleep again, and change no tensor before "+
+				"SleepMemory.wait returns"))
 		}
 	}
 	return err

@@ -65,7 +65,7 @@ def kept_blocks(keep: int, numbers: bytes) -> list[int]:
 
 
 def states(model: int, samples: int) -> list[_requests.LoadState]:
-    """Return the identities and states of a model's files. `samples` reads samples of plain files."""
+    """Return the identities of a model's files. `samples` reads samples of plain files."""
     return loads(core().run("states", "", pack("=2q", handle(model), samples))[0])
 
 

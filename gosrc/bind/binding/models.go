@@ -86,7 +86,7 @@ func modelVerbs() []*Verb {
 		answered("kept_blocks", "Return the numbers of the blocks that an offload keeps on the device.",
 			func(_ none, n []int64) ([]int64, error) { return load.KeptBlocks(n[1:], n[0]), nil }).
 			ints("keep").tail("the size of each block"),
-		started("states", "Return the identities and states of a model's files. `samples` reads samples of plain files.",
+		started("states", "Return the identities of a model's files. `samples` reads samples of plain files.",
 			fileStates).awaited().ints("model", "samples"),
 		answered("streams",
 			"Return a copy of a model with its stored chunks as native X16 streams, its table, and the chunk sizes.",

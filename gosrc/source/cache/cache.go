@@ -71,8 +71,8 @@ func (c Folder) storeOf(uri string) string {
 	return c.StoreOf(source.Scheme(uri))
 }
 
-// Keep returns the object of src from the folder. It first fetches the object if it is missing, and compares it with the
-// SHA-256 of the store, if that is known. It closes src.
+// Keep returns the object of src from the folder. It first fetches the object if it is missing, and compares it with
+// the SHA-256 of the store, if that is known. It closes src.
 // It does not store an object that has no Identity or is larger than the limit, and returns src itself instead.
 func (c Folder) Keep(ctx context.Context, src source.Source) (source.Source, error) {
 	dir, pin := c.Path, src.Facts().Identity.Pin
@@ -352,8 +352,8 @@ func fetchObject(ctx context.Context, key string, src source.Source) (f *os.File
 	}
 	if second != nil {
 		if got := hex.EncodeToString(second.Sum(nil)); got != want {
-			return f, errs.New(errs.ErrCorrupt, "%s: the SHA-256 of the received bytes is %s, but the store reports %s: "+
-				"try again", errs.RedactURI(src.URI()), got, want)
+			return f, errs.New(errs.ErrCorrupt, "%s: the SHA-256 of the received bytes is %s, but the store reports "+
+				"%s: try again", errs.RedactURI(src.URI()), got, want)
 		}
 	}
 	if err := os.Rename(temp, key+"-"+sum); err != nil {

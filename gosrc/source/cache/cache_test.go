@@ -143,7 +143,8 @@ func TestSHA256(t *testing.T) {
 	src := &tagged{Mem: sourcetest.Mem{Name: "hf://o/m/x", Data: slices.Clone(data)}, id: "e",
 		sum: hex.EncodeToString(sum[:]), read: new(atomic.Int64)}
 	src.Data[5] ^= 1
-	if _, err := folder.Keep(t.Context(), src); !errors.Is(err, errs.ErrCorrupt) || !strings.Contains(err.Error(), src.sum) {
+	_, err := folder.Keep(t.Context(), src)
+	if !errors.Is(err, errs.ErrCorrupt) || !strings.Contains(err.Error(), src.sum) {
 		t.Errorf("wrong bytes: %v", err)
 	}
 	if kept := names(t, folder.Path); len(kept) != 0 {

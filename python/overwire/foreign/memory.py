@@ -96,9 +96,10 @@ def _in_memory(source: str, kind: str, is_header: bool, listed: set[str] | None)
     with open_content(source, kind, compare=not is_header) as content:
         refuse_empty(content, source, kind)
         select_listed(content, source, listed)
-        left = write_plain(content, memory.number, source, is_header)
+        notes = write_plain(content, memory.number, source, is_header)
         has_compared = content.has_sums and not is_header
-    arrays = [] if is_header else [found[1] for line in left if (found := _ARRAY.fullmatch(line[len(source) + 2 :]))]
+    matches = (_ARRAY.fullmatch(line[len(source) + 2 :]) for line in notes)
+    arrays = [] if is_header else [match[1] for match in matches if match]
     if arrays:
         names = [repr(name[:_LONGEST]) for name in arrays[:_SHOWN]]
         text = "overwire: open %s: %d numpy arrays are left out, because only tensors are loaded: %s"
