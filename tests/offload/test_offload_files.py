@@ -193,10 +193,10 @@ def test_a_file_that_changes_while_it_is_read(tier: str, tmp_path: Path, monkeyp
     path = saved(tmp_path, Model())
     load = Source.load_streams
 
-    def change(*args: Any) -> None:
+    def change(*args: Any) -> Any:
         with open(path, "r+b") as file:
             os.utime(file.fileno(), ns=(1, 1))
-        load(*args)
+        return load(*args)
 
     monkeypatch.setattr(Source, "load_streams", change)
     model = on_meta()
