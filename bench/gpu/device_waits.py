@@ -30,6 +30,7 @@ def seconds_of(call: Any) -> float:
 
 def change(ring: Any, kind: str, usual: Any) -> None:
     """Makes a ring use a variant."""
+    torch.cuda.synchronize()
     carrier = ring._carrier
     for name in ("await_decoded", "_decode_block"):
         carrier.__dict__.pop(name, None)
