@@ -35,6 +35,7 @@ from typing import Any, NamedTuple
 
 import offload_peers
 import torch
+from phases import Phases
 
 ON_DEVICE = ("entropack", "entropack-ans", "dfloat11")
 WAYS = {
@@ -248,6 +249,31 @@ def prepare(way: str, model: torch.nn.Module, kind: str, folder: Path) -> Any:
     return None
 
 
+def time_parts() -> Phases:
+    """Measures the parts of the next offload, each without the parts inside it. Waiting is the part of reading and
+    copying that nothing hides."""
+    from overwire.offloading import offload, ring, source, stored, tiers
+
+    phases = Phases()
+    parts: list[tuple[Any, str, str, Any]] = [
+        (source.Source, "__init__", "open", None),
+        (source.Source, "give_memory", "allocate on the host", None),
+        (offload.Offloaded, "_move_rest", "move the rest", None),
+        (source.Source, "load_tensors", "load the rest", None),
+        (source.Source, "read_block", "read values", None),
+        (stored.DeviceMemory, "__init__", "allocate", None),
+        (source.Source, "load_streams", "start", None),
+        (source.Source, "_await_load", "wait", None),
+        (stored, "check_streams", "check", tiers),
+        (stored, "digest_rows", "digest", None),
+        (offload.Offloaded, "_send_away", "bind", None),
+        (ring.Ring, "__init__", "ring", None),
+    ]
+    for owner, name, phase, also in parts:
+        phases.time(owner, name, phase, beside=also)
+    return phases
+
+
 def resident_set() -> int:
     with open("/proc/self/status") as status:
         return int(next(line for line in status if line.startswith("VmRSS")).split()[1]) << 10
@@ -273,10 +299,18 @@ def run_way(
         on_meta = [torch.nn.Parameter(torch.empty_like(one, device="meta"), False) for one in original.parameters()]
         known = {id(one): other for one, other in zip(original.parameters(), on_meta, strict=True)}
     model = copy.deepcopy(original, known)
+    phases = time_parts() if way == "ready" else None
     began = time.perf_counter()
-    offloaded = prepare(way, model, kind, folder)
-    torch.cuda.synchronize()
+    with phases.phase("rest") if phases else contextlib.nullcontext():
+        offloaded = prepare(way, model, kind, folder)
+        torch.cuda.synchronize()
     start = time.perf_counter() - began
+    if phases:
+        import overwire as ow
+
+        phases.close()
+        print("the last load:", (ow.last_report() or {}).get("stages"))
+        print(", ".join(f"{phase} {1e3 * wall:.1f} ms ({calls})" for _, phase, wall, _, calls in phases.rows()))
     runs = offloaded if way == "flextensor" and offloaded is not None else model
     seconds: list[float] = []
     equal = True

@@ -51,9 +51,9 @@ func ViewStreams(ix *tensor.Index, srcs []source.Source) (out *tensor.Index, str
 		}
 		view, ok := views[holder]
 		if !ok {
-			off, n := by[t.Source].addStream(t)
+			off, n, cuts := by[t.Source].addStream(t)
 			view = tensor.Tensor{Shape: []int64{n}, Bytes: n, Stored: n, Off: off, Source: t.Source, Alias: -1,
-				DType: tensor.U8, Plain: true}
+				DType: tensor.U8, Plain: true, Cuts: cuts}
 			views[holder] = view
 		}
 		view.Name = ix.Tensors[i].Name
@@ -88,8 +88,8 @@ type storedStream struct {
 	at   []int64 // the offset of each block in the stream, and the end of the stream
 }
 
-// addStream adds the stream of a tensor, and returns its offset and its size.
-func (s *streamSource) addStream(t *tensor.Tensor) (off, n int64) {
+// addStream adds the stream of a tensor, and returns its offset, its size, and where its blocks end.
+func (s *streamSource) addStream(t *tensor.Tensor) (off, n int64, cuts []int64) {
 	x := storedStream{t: t, off: beyond}
 	if k := len(s.streams) - 1; k >= 0 {
 		last := &s.streams[k]
@@ -105,7 +105,7 @@ func (s *streamSource) addStream(t *tensor.Tensor) (off, n int64) {
 	n = x.at[t.Count-1] + algo.paddedBytes(lengths[t.Count-1])
 	x.at = append(x.at, n)
 	s.streams = append(s.streams, x)
-	return x.off, n
+	return x.off, n, x.at[1:]
 }
 
 // Facts returns the facts of the source, without a view, because a view has no streams.

@@ -6,6 +6,7 @@ import (
 	"cmp"
 	"math"
 	"slices"
+	"sort"
 	"unsafe"
 
 	"github.com/overwire/overwire/gosrc/device"
@@ -199,6 +200,9 @@ func Make(ix *tensor.Index, wants []Want, dest []unsafe.Pointer, lim Limits) *Pl
 			continue
 		}
 		t := &ix.Tensors[wants[i].Data]
+		if t.Cuts != nil {
+			m.lim.Align = 0 // the bytes are not those of a file
+		}
 		if t.Count == 0 {
 			m.addPlainTasks(int32(i), &wants[i], t, dest[i])
 		} else {
@@ -364,11 +368,20 @@ func (m *maker) block(t *tensor.Tensor) int64 {
 	return t.Block
 }
 
-// bytesToCut returns how many bytes of a tensor, from off on, go into one piece. The piece then ends with a block or
-// at a multiple of Align.
+// bytesToCut returns how many bytes of a tensor, from off on, go into one piece. The piece then ends with a block, at a
+// cut, or at a multiple of Align.
 func (m *maker) bytesToCut(off int64, t *tensor.Tensor) int64 {
 	if b := m.block(t); b > 0 {
 		return max(1, m.lim.Piece/b)*b - (off-t.Off)%b
+	}
+	if at := off - t.Off; len(t.Cuts) > 0 {
+		k := sort.Search(len(t.Cuts), func(k int) bool { return t.Cuts[k] > at+m.lim.Piece })
+		if k > 0 && t.Cuts[k-1] > at {
+			return t.Cuts[k-1] - at
+		}
+		if m.lim.InPlace && k < len(t.Cuts) { // no slot is needed
+			return t.Cuts[k] - at
+		}
 	}
 	if m.lim.Align > 1 {
 		if n := m.lim.Piece - off&(m.lim.Align-1); n > 0 {
@@ -465,6 +478,17 @@ func (m *maker) splitPieces() {
 				for cut := at + b - (m.pos[i].off-t.Off)%b; cut < end; cut += b {
 					if at >= have && cut-cur.From >= m.lim.Share {
 						next(cut, i+1)
+					}
+				}
+			case len(t.Cuts) > 0 && at >= have:
+				from := at - (m.pos[i].off - t.Off) // where the tensor begins, relative to the piece
+				first := sort.Search(len(t.Cuts), func(k int) bool { return from+t.Cuts[k] > at })
+				for _, cut := range t.Cuts[first:] {
+					if from+cut >= end {
+						break
+					}
+					if from+cut-cur.From >= m.lim.Share {
+						next(from+cut, i+1)
 					}
 				}
 			case p.Refs[i].N < 0 && at >= have:

@@ -2,6 +2,7 @@ package plan
 
 import (
 	"math/rand/v2"
+	"slices"
 	"testing"
 	"time"
 	"unsafe"
@@ -10,7 +11,7 @@ import (
 )
 
 // Shares cover each piece once and in order, and contain each of its tasks once. They do not cut bytes with a checksum
-// or a block that fits in a piece.
+// or a block that fits in a piece. Pieces and shares of a tensor with cuts end at a cut if one fits in a piece.
 func TestParts(t *testing.T) {
 	seed := uint64(time.Now().UnixNano())
 	t.Logf("seed %d", seed)
@@ -23,6 +24,12 @@ func TestParts(t *testing.T) {
 			x := tensor.Tensor{DType: tensor.U8, Alias: -1, Off: at}
 			if r.IntN(2) == 0 { // plain
 				x.Bytes, x.Block = r.Int64N(3000), r.Int64N(2)*r.Int64N(500)
+				if x.Block == 0 && r.IntN(2) == 0 {
+					for cut := r.Int64N(300); cut < x.Bytes; cut += 1 + r.Int64N(300) {
+						x.Cuts = append(x.Cuts, cut)
+					}
+					x.Cuts = append(x.Cuts, x.Bytes)
+				}
 			} else {
 				x.First, x.Count, x.ChunkBytes, x.Parts = int32(len(ix.Chunks)), int32(1+r.IntN(5)), 256, 1
 				x.Bytes = int64(x.Count) * 256
@@ -54,6 +61,12 @@ func TestParts(t *testing.T) {
 		lim := Limits{Piece: 1 + r.Int64N(2000), Gap: r.Int64N(100), Share: r.Int64N(2) * r.Int64N(600)}
 		p := Make(ix, wants, dest, lim)
 		k := 0
+		for i := range p.Tasks {
+			x, at := &ix.Tensors[wants[p.Refs[i].Want].Data], p.Tasks[i].Chunk.Off
+			if _, isCut := slices.BinarySearch(x.Cuts, at-x.Off); lim.Piece >= 300 && x.Cuts != nil && at > x.Off && !isCut {
+				t.Fatalf("a piece begins %d bytes into %+v", at-x.Off, x)
+			}
+		}
 		for i, piece := range p.Pieces {
 			at, task := int64(0), piece.First
 			for ; k < len(p.Shares) && p.Shares[k].Piece == int32(i); k++ {
@@ -66,6 +79,9 @@ func TestParts(t *testing.T) {
 					x := &ix.Tensors[wants[p.Refs[j].Want].Data]
 					in := piece.Off + share.To - x.Off
 					if x.Block > 0 && x.Block <= lim.Piece && in < x.Bytes && in%x.Block != 0 {
+						t.Fatalf("%+v of %+v ends %d bytes into %+v", share, piece, in, x)
+					}
+					if _, isCut := slices.BinarySearch(x.Cuts, in); lim.Piece >= 300 && x.Cuts != nil && in < x.Bytes && !isCut {
 						t.Fatalf("%+v of %+v ends %d bytes into %+v", share, piece, in, x)
 					}
 				}

@@ -77,6 +77,9 @@ type Tensor struct {
 	// Block is the block size if the bytes from Off on are encrypted in blocks, which can only be read whole;
 	// otherwise 0.
 	Block int64
+	// Cuts are offsets in the bytes of a plain tensor, in order. Reads between two of them are faster than others. nil
+	// means that any reads are.
+	Cuts []int64
 }
 
 // A Source is one file or object of an Index. It also holds the rest of the file's header.

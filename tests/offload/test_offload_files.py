@@ -193,16 +193,53 @@ def test_a_file_that_changes_while_it_is_read(tier: str, tmp_path: Path, monkeyp
     path = saved(tmp_path, Model())
     load = Source.load_streams
 
-    def change(*args: Any) -> None:
+    def change(*args: Any) -> Any:
         with open(path, "r+b") as file:
             os.utime(file.fileno(), ns=(1, 1))
-        load(*args)
+        return load(*args)
 
     monkeypatch.setattr(Source, "load_streams", change)
     model = on_meta()
     with pytest.raises(ow.OverwireError, match="chang"):
         ow.offload(model, "cpu", source=path)
     assert all(one.is_meta for one in model.parameters())
+
+
+def test_the_next_block_is_loaded_during_a_check(tier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each block is checked once, in order, after the load of the next block has begun. If a check fails, no load runs
+    any more when the error is raised."""
+    from overwire.offloading import tiers
+    from overwire.offloading.source import Source
+
+    path, events, sources = saved(tmp_path, Model()), [], []
+    load, check = Source.load_streams, tiers.check_streams
+
+    def begin(self: Any, *given: Any) -> Any:
+        events.append("load")
+        sources.append(self)
+        return load(self, *given)
+
+    def note_check(*given: Any) -> Any:
+        events.append("check")
+        return check(*given)
+
+    def fail(*given: Any) -> Any:
+        if events.count("check") == 2:
+            assert sources[0]._loads
+            raise ow.CorruptError("damaged")
+        return note_check(*given)
+
+    monkeypatch.setattr(Source, "load_streams", begin)
+    monkeypatch.setattr(tiers, "check_streams", note_check)
+    ow.offload(on_meta(), "cpu", source=path).close()
+    assert events == ["load", *["load", "check"] * 4, "check"]
+    events.clear()
+    sources.clear()
+    monkeypatch.setattr(tiers, "check_streams", fail)
+    model = on_meta()
+    with pytest.raises(ow.CorruptError, match="damaged"):
+        ow.offload(model, "cpu", source=path)
+    assert not sources[0]._loads and all(one.is_meta for one in model.parameters())
 
 
 def test_unchanged_weights_do_not_count_as_changed(tier: str, tmp_path: Path) -> None:

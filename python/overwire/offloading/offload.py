@@ -13,7 +13,7 @@ from .. import _verbs, errors
 from .._engine import forked
 from .._undo import after_error, tell_error
 from ..errors import ArgumentError, NotSupportedError, OutOfMemoryError
-from ..frameworks.choose import check_device, frame_for
+from ..frameworks.choose import check_device, frame_for, prepare_gpu
 from ..jobs import log
 from ..model.options import parse_size
 from ..progress import spell_count
@@ -177,28 +177,29 @@ class Offloaded:
     ) -> None:
         from .away import record_of
 
-        for at, block in enumerate(blocks):
-            if at in staying or not block.weights:
-                self.kept += block.nbytes
-                continue
-            def store_block(block: Block = block) -> StoredBlock:
-                result = tiers.compress_block(block, source)
+        away = [block for at, block in enumerate(blocks) if at not in staying and block.weights]
+        self.kept += sum(block.nbytes for block in blocks) - sum(block.nbytes for block in away)
+        with contextlib.closing(tiers.compress_blocks(away, source)) as compressed:
+
+            def store_block() -> StoredBlock:
+                result = next(compressed)
                 total = self.stored + result.bytes_on_host()
                 if limit and total > limit:
                     text = f"the stored weights take more than max_memory, {limit} bytes of host memory"
                     raise OutOfMemoryError(f"overwire: offload: {text}", asked=total)
                 return result
 
-            # With a group, each block is on all ranks before its weights are sent away.
-            stored = store_block() if self._group is None else self._group.agree_on(block.name, store_block)
-            self.stored += stored.bytes_on_host()
-            if stored.memory.is_on_device:
-                self.stored_on_device += stored.memory.nbytes
-            self.nbytes += block.nbytes
-            records = [record_of(weight.parameter, weight.name, self._device) for weight in block.weights]
-            self._away.append(_Away(block, stored, records))
-            self.blocks.append(block.name)
-            self._send_away(len(self._away) - 1)
+            for block in away:
+                # With a group, each block is on all ranks before its weights are sent away.
+                stored = store_block() if self._group is None else self._group.agree_on(block.name, store_block)
+                self.stored += stored.bytes_on_host()
+                if stored.memory.is_on_device:
+                    self.stored_on_device += stored.memory.nbytes
+                self.nbytes += block.nbytes
+                records = [record_of(weight.parameter, weight.name, self._device) for weight in block.weights]
+                self._away.append(_Away(block, stored, records))
+                self.blocks.append(block.name)
+                self._send_away(len(self._away) - 1)
 
     def _move_rest(self, tensors: Iterable[torch.Tensor]) -> None:
         copies: dict[tuple[Any, ...], torch.Tensor] = {}
@@ -479,6 +480,7 @@ def _offload_model(
     if source is not None:
         from .source import Source
 
+        prepare_gpu(name)
         weights = Source(models[""], source, handle._device, is_shared=members is not None)
     with contextlib.ExitStack() as stack:
         if weights is not None:

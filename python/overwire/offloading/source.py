@@ -6,7 +6,8 @@ if the file is compressed, and dtype and shape match. Other weights are decoded 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,12 +15,13 @@ import torch
 from .. import _verbs
 from ..errors import ModelMismatchError
 from ..frameworks.torch import SAVED, _errors_of
+from ..jobs import Job
 from ..model.opened import WHOLE, Model
 from ..verbs.into import ALL, table_of
 from ..verbs.open import safe_open
 from ..verbs.states import tensors_of_module
 from .blocks import Weight
-from .stored import FileStream
+from .stored import FileStream, StoredMemory
 
 if TYPE_CHECKING:
     from ..distributed.meeting import OpenFiles
@@ -39,6 +41,7 @@ class Source:
         self._placeholders: list[tuple[Any, str, torch.Tensor]] = []  # the model's meta tensors
         file_names, (state, _) = set(self._file.keys()), tensors_of_module(model, "offload")
         self._streams: Model | None = None
+        self._loads: list[Job] = []  # running loads of streams, in their order
         self._rows: dict[str, FileStream] = {}  # by name
         self._names: dict[int, str] = {}
         needs: dict[int, str] = {}
@@ -95,21 +98,36 @@ class Source:
             self._file.load_into(pairs)
         return contents
 
-    def load_streams(self, parts: list[tuple[int, int, int, int]], on_device: bool) -> None:
-        """Loads parts of streams to the host or the device, and compares all checksums. parts: for each part the number
-        of its stream, an address, and its range [lo, hi) of the stream's bytes."""
+    def load_streams(
+        self, parts: list[tuple[int, int, int, int]], memory: StoredMemory
+    ) -> Callable[[], None] | None:
+        """Starts to load parts of streams into memory, after the parts of earlier calls. parts: for each part the
+        number of its stream, an address, and its range [lo, hi) of the stream's bytes. Returns a function that waits
+        until they are loaded and their checksums are compared, or None if there are none."""
         if not parts:
-            return
+            return None
         assert self._streams is not None
-        device = str(self._device) if on_device else "cpu"
+        device = str(self._device) if memory.is_on_device else "cpu"
         view = self._streams.on(device)
         view.lands = device  # a preload has no streams
         requests = [
             (number, address, *((low, high, 0, WHOLE) if high - low < self._streams.table[number][3] else ALL))
             for number, address, low, high in parts
         ]
-        with view.start(requests) as job:
+        job = view.start(requests, after=self._loads[-1].number if self._loads else 0)
+        job.keep_memory(memory)
+        self._loads.append(job)
+        return partial(self._await_load, job)
+
+    def _await_load(self, job: Job) -> None:
+        with job:
             job.wait()
+        self._loads.remove(job)
+
+    def cancel_loads(self) -> None:
+        """Ends the loads that `load_streams` has started."""
+        while self._loads:
+            self._loads.pop().abandon()
 
     def describe_files(self) -> OpenFiles | None:
         """Returns the facts about the files that the ranks of a group compare, or None if no stored chunks are
@@ -119,7 +137,8 @@ class Source:
         return describe_open_files([self._file._live_model()]) if self._rows else None
 
     def close_files(self) -> None:
-        """Closes the files. A second call does nothing."""
+        """Ends all loads and closes the files. A second call does nothing."""
+        self.cancel_loads()
         if self._streams is not None:
             self._streams.close()
         self._file.close()

@@ -61,7 +61,8 @@ class StoredBlock(NamedTuple):
     """A stored block. streams: the offset in `memory` and the length of each tensor's stream, and the tensor bytes of
     its chunks. nbytes: the bytes of the decoded block in a slot, including gaps. digests: the digests of the tensors'
     bytes, each of 16 bytes, or b"" as long as streams of files are not checked. files: for each tensor its stream in a
-    file, or None; empty if there are no such streams."""
+    file, or None; empty if there are no such streams. await_files: waits until these streams are in `memory`; None if
+    they are."""
 
     places: list[Place]
     streams: list[tuple[int, int, int]]
@@ -69,6 +70,7 @@ class StoredBlock(NamedTuple):
     nbytes: int
     digests: bytes
     files: Sequence[FileStream | None] = ()
+    await_files: Callable[[], None] | None = None
 
     def bytes_on_host(self) -> int:
         """Returns the bytes of host memory that this process's part of the block takes."""
@@ -184,14 +186,14 @@ def encode_block(
     contents: Sequence[torch.Tensor | FileStream],
     device: torch.device,
     allocate: _Allocate | None = None,
-    load: Callable[[list[tuple[int, int, int, int]], bool], None] | None = None,
+    load: Callable[[list[tuple[int, int, int, int]], StoredMemory], Callable[[], None] | None] | None = None,
 ) -> StoredBlock:
     """Stores the tensors of a block in the memory that `allocate` returns for their stored bytes, by default host
     memory. The tensors must be dense, with their dimensions in any order. They are not changed.
 
-    load: loads parts of the streams of files to the host or the device, given by stream number, address, and range [lo,
-    hi) in the stream. Their chunks are stored as they are. They are decoded once, to find out whether all bytes are
-    right, and for the digests. In shared memory only this rank's part is loaded, and nothing is decoded.
+    load: starts to load parts of the streams of files into memory, given by stream number, address, and range [lo, hi)
+    in the stream, and returns a function that waits for them. Their chunks are stored as they are. Call `check_streams`
+    for a block with such streams. In shared memory only this rank's part is loaded.
 
     Raises OutOfMemoryError, DeviceError, CorruptError, and the errors of `load`.
     """
@@ -220,10 +222,9 @@ def encode_block(
             files = [one if isinstance(one, FileStream) else None for one in contents]
             loads = _parts_to_load(memory, pairs)
             del spans, parts, pairs, rows  # they may have device memory, which the check needs
-            load(loads, memory.is_on_device)
-            block = block._replace(files=files)
-            if not isinstance(memory, SharedMemory):
-                return block._replace(digests=check_streams(block, device))
+            block = block._replace(files=files, await_files=load(loads, memory))
+            if block.await_files is not None and isinstance(memory, SharedMemory):
+                block.await_files()
     return block
 
 
@@ -259,11 +260,16 @@ def _fill_memory(memory: StoredMemory, spans: list[tuple[int, codecs.Span]], dev
         memory.digests = digest_rows([(span.address, span.nbytes) for _, span in spans], device)
 
 
-def check_streams(block: StoredBlock, device: torch.device) -> bytes:
-    """Decodes a block with streams of files, and returns the digests of its tensors. Raises OutOfMemoryError,
-    DeviceError, and CorruptError, which names the file, the tensor and the chunk."""
-    with _errors_of(str(device), block.nbytes):
-        memory = torch.empty(block.nbytes, dtype=torch.uint8, device=device)
+def check_streams(block: StoredBlock, device: torch.device, memory: torch.Tensor | None = None) -> bytes:
+    """Waits for the streams of files, decodes the block once to find out whether all bytes are right, and returns the
+    digests of its tensors. memory: for the decoded block, or None to allocate it.
+
+    Raises OutOfMemoryError, DeviceError, and CorruptError, which names the file, the tensor and the chunk."""
+    if memory is None:
+        with _errors_of(str(device), block.nbytes):
+            memory = torch.empty(block.nbytes, dtype=torch.uint8, device=device)
+    if block.await_files is not None:
+        block.await_files()
     try:
         if device.type == "cuda":
             with _errors_of(str(device), block.memory.nbytes):

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
 from traceback import clear_frames
 from typing import TYPE_CHECKING
 
 import torch
 
 from ..errors import OutOfMemoryError
-from ..frameworks.torch import _free_memory
+from ..frameworks.torch import _errors_of, _free_memory
 from ..jobs import log
 from .blocks import Block
-from .stored import DeviceMemory, HostMemory, StoredBlock, encode_block
+from .stored import DeviceMemory, HostMemory, SharedMemory, StoredBlock, check_streams, encode_block
 
 if TYPE_CHECKING:
     from .sharing import BlockGroup
@@ -43,12 +44,33 @@ class Tiers:
         self._group = group
         self._ahead = [block.nbytes for block in blocks if block.weights]  # of blocks not compressed yet
         self._weights = self._stored = 0  # bytes of the other blocks, and their compressed bytes
+        self._decoded: torch.Tensor | None = None  # a block that is checked
         self._balance = 0.0  # the blocks that the device should have by now, minus those that it has
 
-    def compress_block(self, block: Block, source: Source | None) -> StoredBlock:
-        """Compresses a block. Its values are those of `source`, if there is one. Raises OutOfMemoryError, DeviceError,
-        and the errors of the source."""
+    def compress_blocks(self, blocks: Sequence[Block], source: Source | None) -> Generator[StoredBlock, None, None]:
+        """Yields the compressed blocks, in order. Their values are those of `source`, if there is one. Without a group,
+        the stored chunks of the next block are loaded while a block is checked. Close the iterator.
+
+        Raises OutOfMemoryError, DeviceError, and the errors of the source."""
+        before: tuple[Block, StoredBlock] | None = None
         try:
+            for block in blocks:
+                stored = self._compress_block(block, source)
+                if before is not None:
+                    yield self._check_block(*before)
+                before = block, stored
+                if not stored.files or self._group is not None:
+                    before = None
+                    yield self._check_block(block, stored)
+            if before is not None:
+                yield self._check_block(*before)
+        finally:  # an error refers to this frame, and the memory may be needed to restore the weights
+            if source is not None:
+                source.cancel_loads()
+            before = stored = self._decoded = None  # type: ignore[assignment]
+
+    def _compress_block(self, block: Block, source: Source | None) -> StoredBlock:
+        with self._named_errors(block):
             if source is None:
                 values = [weight.parameter.detach() for weight in block.weights]
                 return encode_block(values, self._device, lambda nbytes: self._memory_for(block, nbytes))
@@ -56,6 +78,21 @@ class Tiers:
             return encode_block(
                 contents, self._device, lambda nbytes: self._memory_for(block, nbytes), source.load_streams
             )
+
+    def _check_block(self, block: Block, stored: StoredBlock) -> StoredBlock:
+        if not stored.files or isinstance(stored.memory, SharedMemory):  # a group checks its blocks
+            return stored._replace(await_files=None)
+        with self._named_errors(block):
+            if self._decoded is None or self._decoded.numel() < stored.nbytes:
+                self._decoded = None
+                with _errors_of(str(self._device), stored.nbytes):
+                    self._decoded = torch.empty(stored.nbytes, dtype=torch.uint8, device=self._device)
+            return stored._replace(digests=check_streams(stored, self._device, self._decoded), await_files=None)
+
+    @contextmanager
+    def _named_errors(self, block: Block) -> Iterator[None]:
+        try:
+            yield
         except OutOfMemoryError as error:
             clear_frames(error.__traceback__)  # they refer to device memory, which may be needed to restore the weights
             where = f"while block {block.name!r} was compressed, with where={self._where!r}"
