@@ -64,7 +64,7 @@ def hook_point(point: str, act: Callable[[], None]) -> None:
         setattr(module, name, call)
 
     if point == "opening":
-        before(loading, "prepare")
+        before(loading, "prepare_gpu")
     elif point == "mapped":
         before(relays, "relay_aim")
     elif point == "collective":
