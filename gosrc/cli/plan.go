@@ -25,7 +25,7 @@ type planReport struct {
 }
 
 // planLoad runs load --plan.
-func (c *call) planLoad() error {
+func planLoad(c *call) error {
 	q := load.Prospect{Device: c.opts["device"]}
 	if q.Device != "" {
 		if _, err := device.Number(q.Device); err != nil {
@@ -34,7 +34,7 @@ func (c *call) planLoad() error {
 	}
 	keep := c.size("keep")
 	q.Keep = &keep
-	m, err := c.open(c.args, c.storage)
+	m, err := openModel(c, c.args, c.storage)
 	if err != nil {
 		return err
 	}
@@ -121,8 +121,8 @@ type ModelFit struct {
 }
 
 // diagnoseModel reports how the model that the arguments name would run on each GPU.
-func (c *call) diagnoseModel(devices []GPUDevice) (*Model, error) {
-	m, err := c.open(c.args, c.storage)
+func diagnoseModel(c *call, devices []GPUDevice) (*Model, error) {
+	m, err := openModel(c, c.args, c.storage)
 	if err != nil {
 		return nil, err
 	}

@@ -222,9 +222,6 @@ var wideStructs = map[string]int{
 var scatteredMethods = map[string]int{
 	"bench.run":               4,
 	"bind/binding.Verb":       2,
-	"cli.Diagnosis":           2,
-	"cli.call":                10,
-	"cli.verb":                2,
 	"codec/planes.Encoder":    2,
 	"codec/x16.Encoder":       3,
 	"codec/x16.decoder":       8,
