@@ -220,7 +220,6 @@ var wideStructs = map[string]int{
 
 // scatteredMethods lists types with methods in several files. The numbers may only be lowered.
 var scatteredMethods = map[string]int{
-	"bench.run":               4,
 	"bind/binding.Verb":       2,
 	"codec/planes.Encoder":    2,
 	"codec/x16.Encoder":       3,
