@@ -39,7 +39,7 @@ func planLoad(c *call) error {
 		return err
 	}
 	defer m.Close()
-	estimate, err := m.Estimate(nil, q)
+	estimate, err := load.EstimateMemory(m, nil, q)
 	if err != nil {
 		return err
 	}
@@ -128,7 +128,7 @@ func diagnoseModel(c *call, devices []GPUDevice) (*Model, error) {
 	}
 	defer m.Close()
 	keep := int64(0)
-	all, err := m.Estimate(nil, load.Prospect{Keep: &keep})
+	all, err := load.EstimateMemory(m, nil, load.Prospect{Keep: &keep})
 	if err != nil {
 		return nil, err
 	}

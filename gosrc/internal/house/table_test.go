@@ -226,7 +226,6 @@ var scatteredMethods = map[string]int{
 	"codec/x16.decoder":       8,
 	"codec/x16.fastTables":    3,
 	"format/gguf.reader":      2,
-	"load.Model":              7,
 	"nvcomp/cascaded.scratch": 2,
 	"plan.maker":              2,
 	"serve.Server":            2,
