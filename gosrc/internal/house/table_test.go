@@ -211,11 +211,10 @@ var narrow = []string{"codec/...", "plan", "relay", "save/...", "convert", "veri
 // wideStructs lists structs with more fields than narrow packages allow, including the fields of embedded
 // structs. The numbers may only be lowered.
 var wideStructs = map[string]int{
-	"codec/x16.decoder": 25,
-	"relay.Report":      16,
-	"relay.Spec":        18,
-	"relay.feedQueue":   20,
-	"save.Report":       16,
+	"relay.Report":    16,
+	"relay.Spec":      18,
+	"relay.feedQueue": 20,
+	"save.Report":     16,
 }
 
 // scatteredMethods lists types with methods in several files. The numbers may only be lowered.
@@ -223,7 +222,7 @@ var scatteredMethods = map[string]int{
 	"bind/binding.Verb":       2,
 	"codec/planes.Encoder":    2,
 	"codec/x16.Encoder":       3,
-	"codec/x16.decoder":       8,
+	"codec/x16.decoder":       7,
 	"codec/x16.fastTables":    3,
 	"format/gguf.reader":      2,
 	"nvcomp/cascaded.scratch": 2,
