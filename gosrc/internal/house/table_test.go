@@ -211,10 +211,9 @@ var narrow = []string{"codec/...", "plan", "relay", "save/...", "convert", "veri
 // wideStructs lists structs with more fields than narrow packages allow, including the fields of embedded
 // structs. The numbers may only be lowered.
 var wideStructs = map[string]int{
-	"relay.Report":    16,
-	"relay.Spec":      18,
-	"relay.feedQueue": 20,
-	"save.Report":     16,
+	"relay.Report": 16,
+	"relay.Spec":   18,
+	"save.Report":  16,
 }
 
 // scatteredMethods lists types with methods in several files. The numbers may only be lowered.
