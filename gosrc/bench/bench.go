@@ -13,9 +13,14 @@ import (
 	"path/filepath"
 	"runtime"
 	"runtime/debug"
+	"strconv"
+	"strings"
 	"time"
+	"unsafe"
 
+	"github.com/overwire/overwire/gosrc/device/cpu"
 	"github.com/overwire/overwire/gosrc/device/cuda"
+	"github.com/overwire/overwire/gosrc/device/cuda/driver"
 	"github.com/overwire/overwire/gosrc/device/cuda/queue"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/format"
@@ -54,11 +59,11 @@ const sampleBytes = 64 << 20
 
 type run struct {
 	Options // all defaults are filled in
-	ctx     context.Context
-	job     *job.Job // may be nil
-	folder  string   // contains only the files of this run
-	report  Report
-	gpu     *cuda.Device // nil for loads to the host
+	timer
+	job    *job.Job // may be nil
+	folder string   // contains only the files of this run
+	report Report
+	gpu    *cuda.Device // nil for loads to the host
 	// Rates in GB/s: copies to the GPU, and reading the page cache plus copying to the GPU.
 	wire, baseline float64
 }
@@ -81,7 +86,8 @@ func Run(ctx context.Context, j *job.Job, opt Options) (Report, error) {
 		return Report{}, errs.New(errs.ErrIO, "%v", err)
 	}
 	defer os.RemoveAll(folder)
-	r := &run{Options: opt, ctx: ctx, job: j, folder: folder, report: Report{Machine: ThisMachine()}}
+	r := &run{Options: opt, timer: timer{ctx, opt.Repeat}, job: j, folder: folder}
+	r.report.Machine = ThisMachine()
 	for _, step := range []func() error{
 		r.openDevice, r.estimateTime, r.measureMachine, r.measureSizes, r.measureLoads,
 	} {
@@ -96,6 +102,22 @@ func Run(ctx context.Context, j *job.Job, opt Options) (Report, error) {
 	return r.report, nil
 }
 
+// addRow adds a row to the report and calls Row with it.
+func (r *run) addRow(row Row) {
+	if row.Floor > 0 {
+		row.Share = row.Value / row.Floor
+	}
+	r.report.Rows = append(r.report.Rows, row)
+	if r.Row != nil {
+		r.Row(row)
+	}
+}
+
+func (r *run) pathOf(name string) string { return filepath.Join(r.folder, name) }
+
+// floorBytes returns how much memory the measurements of the machine use.
+func (r *run) floorBytes() int64 { return max(32<<20, min(512<<20, r.Size>>20<<20)) }
+
 // bytesNeeded returns the maximum size of the run's files.
 func (r *run) bytesNeeded() int64 { return 3*r.Size + r.floorBytes() + 64<<20 }
 
@@ -106,12 +128,36 @@ func (r *run) openDevice() (err error) {
 			return err
 		}
 	}
-	if free := r.freeBytes(); free >= 0 && free < r.bytesNeeded() {
+	if free := freeBytes(r.folder); free >= 0 && free < r.bytesNeeded() {
 		return errs.New(errs.ErrIO, "%.1f GB are free in %s, but %.1f GB are needed: choose another folder or a "+
 			"smaller size",
 			float64(free)/1e9, filepath.Dir(r.folder), float64(r.bytesNeeded())/1e9)
 	}
 	return nil
+}
+
+// openGPU opens the device "cpu", "cuda" or "cuda:N" and records it in the report. It returns nil for the host.
+func (r *run) openGPU(name string) (*cuda.Device, error) {
+	d := &Device{Name: name, Files: fileSystemOf(r.folder)}
+	r.report.Device = d
+	kind, number, _ := strings.Cut(name, ":")
+	index, err := 0, error(nil)
+	if number != "" {
+		index, err = strconv.Atoi(number)
+	}
+	switch {
+	case err != nil || kind != "cpu" && kind != "cuda":
+		return nil, errs.New(errs.ErrArgument, "device %q: expected \"cpu\", \"cuda\" or \"cuda:N\"", name)
+	case kind == "cpu":
+		return nil, nil
+	}
+	gpu, err := cuda.Open(index)
+	if err != nil {
+		return nil, err
+	}
+	d.Name = fmt.Sprintf("cuda:%d", index)
+	d.Info, err = driver.Info()
+	return gpu, err
 }
 
 // estimateTime predicts the duration of the run. It does each kind of work once at a small size, and scales the
@@ -122,13 +168,13 @@ func (r *run) estimateTime() error {
 	var in []save.Input
 	var seconds [5]float64
 	for i, step := range []func() error{
-		func() (err error) { in, _, err = r.makeWeights("llama-bf16", n, 1); return err },
+		func() (err error) { in, _, err = makeWeights("llama-bf16", n, 1, r.Threads); return err },
 		func() error {
 			_, err := save.Write(r.ctx, r.job, save.Spec{Path: path, Threads: r.Threads}, in)
 			return err
 		},
 		func() error { _, err := r.measureRatio(path, in); return err },
-		func() error { return r.compareLoaded(path, in) },
+		func() error { return compareLoaded(r.ctx, path, in) },
 		func() error { return mapFresh(n, func(m []byte) error { touchPages(m); return nil }) },
 	} {
 		var err error
@@ -150,10 +196,12 @@ func (r *run) estimateTime() error {
 
 // measureMachine measures memory, files and the PCIe link without overwire.
 func (r *run) measureMachine() error {
-	if err := r.measureFloors(); err != nil {
+	machine := limits{&r.timer, r.Threads, r.floorBytes(), r.pathOf("floor")}
+	f, err := machine.measure()
+	r.report.Floors = f
+	if err != nil {
 		return err
 	}
-	f := r.report.Floors
 	row := Row{Group: "this machine", Unit: "GB/s"}
 	row.Name, row.Value, row.Note = "copy memory", f.CopyAll, fmt.Sprintf("one core %s", numberText(f.CopyOne))
 	r.addRow(row)
@@ -176,6 +224,19 @@ func (r *run) measureMachine() error {
 	return nil
 }
 
+// measureWire returns the rate of copies from pinned memory to a queue's device, with n bytes per copy.
+func (r *run) measureWire(queue *queue.Queue, n int64) (float64, error) {
+	count := int(max(16<<20, min(r.Size, 4<<30)) / n)
+	v, err := r.medianOf(func() (float64, error) {
+		took, err := queue.MeasureLink(n, count)
+		return took.Seconds(), err
+	})
+	if err != nil {
+		return 0, err
+	}
+	return rateOf(n*int64(count), v), nil
+}
+
 // measureSizes measures compression ratios.
 func (r *run) measureSizes() error {
 	add := func(name string, in []save.Input) error {
@@ -188,7 +249,7 @@ func (r *run) measureSizes() error {
 		return r.stopError()
 	}
 	for _, k := range kinds {
-		in, _, err := r.makeWeights(k.kind, min(sampleBytes, r.Size), 1)
+		in, _, err := makeWeights(k.kind, min(sampleBytes, r.Size), 1, r.Threads)
 		if err != nil {
 			return err
 		}
@@ -199,16 +260,34 @@ func (r *run) measureSizes() error {
 	if r.File == "" {
 		return nil
 	}
-	in, err := r.readTensors(r.File)
+	in, err := readTensors(r.ctx, load.Spec{URIs: []string{r.File}, Storage: r.Storage})
 	if err != nil {
 		return err
 	}
 	return add(filepath.Base(r.File)+"'s weights", in)
 }
 
+// measureRatio saves tensors to a compressed file, loads it, compares every byte, and returns a row with the ratio and
+// the field entropy. Tied tensors are stored once, but the entropy counts each of them.
+func (r *run) measureRatio(path string, in []save.Input) (Row, error) {
+	rep, err := save.Write(r.ctx, nil, save.Spec{Path: path, Compress: true, Threads: r.Threads}, in)
+	if err != nil {
+		return Row{}, err
+	}
+	if err := compareLoaded(r.ctx, path, in); err != nil {
+		return Row{}, err
+	}
+	var entropy, total float64
+	for _, t := range in {
+		entropy += min(fieldEntropy(t.DType, t.Data), float64(len(t.Data)))
+		total += float64(len(t.Data))
+	}
+	return Row{Value: rep.Ratio, Unit: "x", Floor: entropy / total, FloorName: "the entropy of the coded field"}, nil
+}
+
 // measureLoads measures saving and loading of a model, compressed and plain.
 func (r *run) measureLoads() error {
-	in, total, err := r.makeWeights("llama-bf16", r.Size, 2)
+	in, total, err := makeWeights("llama-bf16", r.Size, 2, r.Threads)
 	if err != nil {
 		return err
 	}
@@ -222,7 +301,7 @@ func (r *run) measureLoads() error {
 			return err
 		}
 		speed[i], ratio = rateOf(total, rep.Seconds), rep.Ratio
-		if err := r.compareLoaded(files[compress], in); err != nil {
+		if err := compareLoaded(r.ctx, files[compress], in); err != nil {
 			return err
 		}
 	}
@@ -252,6 +331,49 @@ func (r *run) measureLoads() error {
 	return nil
 }
 
+// measureBaseline measures how fast a file's bytes can be copied from the page cache to GPU memory. It uses the best of
+// several numbers of threads and slot sizes.
+func (r *run) measureBaseline(path string, n int64) error {
+	m, err := r.gpu.Alloc([]int64{n})
+	if err != nil {
+		return err
+	}
+	defer m[0].Release()
+	for _, threads := range []int{8, 12} {
+		for _, x := range []Reading{{Step: ReadStep, Each: SlotsEach}, {Step: 2 * ReadStep, Each: 2}} {
+			x.Path, x.Hi, x.GPU, x.Threads = path, n, r.gpu.Index(), min(threads, r.Threads)
+			x.To = uint64(uintptr(m[0].Ptr))
+			rate, err := r.rateOfReading(x)
+			if err != nil {
+				return err
+			}
+			r.baseline = max(r.baseline, rate)
+		}
+	}
+	r.report.Device.Baseline = r.baseline
+	r.addRow(Row{Group: "this machine", Name: "read the page cache and copy it to " + r.report.Device.Name,
+		Value: r.baseline, Unit: "GB/s"})
+	return nil
+}
+
+// rateOfReading returns the median rate of a Reading to a GPU, with newly allocated slots.
+func (r *run) rateOfReading(x Reading) (float64, error) {
+	n := int64(x.Threads*x.Each) * x.Step
+	p, length, err := cpu.Map(n)
+	if err != nil {
+		return 0, err
+	}
+	slots := unsafe.Slice((*byte)(p), n)
+	touchPages(slots)
+	if err := r.gpu.Register(slots); err != nil {
+		cpu.Unmap(p, length)
+		return 0, err
+	}
+	defer r.gpu.Unregister(slots, func() { cpu.Unmap(p, length) })
+	x.Slots = uint64(uintptr(p))
+	return r.medianRate(x.Hi-x.Lo, func() error { return x.Run(r.ctx) })
+}
+
 // saveInBackground measures the time until tensors may be modified during a background save.
 func (r *run) saveInBackground(in []save.Input, total int64) error {
 	path := r.pathOf("background.safetensors")
@@ -263,7 +385,7 @@ func (r *run) saveInBackground(in []save.Input, total int64) error {
 	r.addRow(Row{Group: "save", Name: "in the background, until the tensors may change",
 		Value: rateOf(total, rep.Staged), Unit: "GB/s",
 		Floor: rateOf(total, rep.Seconds), FloorName: "until the file is complete"})
-	if err := r.compareLoaded(path, in); err != nil {
+	if err := compareLoaded(r.ctx, path, in); err != nil {
 		return err
 	}
 	return errs.FromOS(os.Remove(path))
@@ -273,7 +395,7 @@ func (r *run) saveInBackground(in []save.Input, total int64) error {
 // median of later loads.
 func (r *run) measureLoad(path, name string, total int64, ratio float64) error {
 	opt := load.Options{Device: r.Device, Threads: r.Threads}
-	once := func() error { return r.loadFile(path, opt, nil) }
+	once := func() error { return loadFile(r.ctx, load.Spec{URIs: []string{path}}, opt, nil) }
 	first, err := timeOf(once)
 	if err != nil {
 		return err

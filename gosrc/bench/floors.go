@@ -25,9 +25,6 @@ type Floors struct {
 	RawCopy  float64 `json:"pread_to_fresh_all_cores"` // page cache to fresh memory, like a load without decoding
 }
 
-// floorBytes returns how much memory the measurements use. It exceeds every cache, unless the whole run is tiny.
-func (r *run) floorBytes() int64 { return max(32<<20, min(512<<20, r.Size>>20<<20)) }
-
 // mapFresh maps memory as the CPU device does, calls fn with it, and unmaps it.
 func mapFresh(n int64, fn func([]byte) error) error {
 	p, length, err := cpu.Map(n)
@@ -38,18 +35,25 @@ func mapFresh(n int64, fn func([]byte) error) error {
 	return fn(unsafe.Slice((*byte)(p), n))
 }
 
-// measureFloors measures the report's floors.
-func (r *run) measureFloors() error {
-	f := &r.report.Floors
-	threads, floorBytes := r.Threads, r.floorBytes()
-	err := mapFresh(floorBytes, func(src []byte) error {
+// limits measures what the machine does without overwire.
+type limits struct {
+	*timer
+	threads int
+	bytes   int64  // size of the memory and of the file; exceeds every cache, unless the whole run is tiny
+	path    string // a file to write
+}
+
+// measure measures all floors.
+func (l *limits) measure() (f Floors, err error) {
+	threads, floorBytes := l.threads, l.bytes
+	err = mapFresh(floorBytes, func(src []byte) error {
 		return mapFresh(floorBytes, func(dst []byte) (err error) {
 			touchPages(src)
 			touchPages(dst)
-			if f.CopyOne, err = r.medianRate(floorBytes, func() error { copy(dst, src); return nil }); err != nil {
+			if f.CopyOne, err = l.medianRate(floorBytes, func() error { copy(dst, src); return nil }); err != nil {
 				return err
 			}
-			f.CopyAll, err = r.medianRate(floorBytes, func() error {
+			f.CopyAll, err = l.medianRate(floorBytes, func() error {
 				return runParallel(threads, floorBytes, 8<<20, func(_ int, lo, hi int64) error {
 					copy(dst[lo:hi], src[lo:hi])
 					return nil
@@ -59,11 +63,11 @@ func (r *run) measureFloors() error {
 		})
 	})
 	if err != nil {
-		return err
+		return f, err
 	}
-	file, err := r.writeCachedFile()
+	file, err := l.writeCachedFile()
 	if err != nil {
-		return err
+		return f, err
 	}
 	defer file.Close()
 	for _, c := range []struct {
@@ -75,39 +79,39 @@ func (r *run) measureFloors() error {
 		for i := range bufs {
 			bufs[i] = make([]byte, piece)
 		}
-		if *c.read, err = r.medianRate(floorBytes, func() error {
+		if *c.read, err = l.medianRate(floorBytes, func() error {
 			return runParallel(c.threads, floorBytes, piece, func(w int, lo, hi int64) error {
 				return readAt(file, bufs[w][:hi-lo], lo)
 			})
 		}); err != nil {
-			return err
+			return f, err
 		}
-		if *c.fault, err = r.freshSpeed(func(m []byte) error {
+		if *c.fault, err = l.freshSpeed(func(m []byte) error {
 			return runParallel(c.threads, floorBytes, 8<<20, func(_ int, lo, hi int64) error {
 				touchPages(m[lo:hi])
 				return nil
 			})
 		}); err != nil {
-			return err
+			return f, err
 		}
 		if c.rawResult == nil {
 			continue
 		}
-		if *c.rawResult, err = r.freshSpeed(func(m []byte) error {
+		if *c.rawResult, err = l.freshSpeed(func(m []byte) error {
 			return runParallel(c.threads, floorBytes, piece, func(_ int, lo, hi int64) error {
 				return readAt(file, m[lo:hi], lo)
 			})
 		}); err != nil {
-			return err
+			return f, err
 		}
 	}
-	return nil
+	return f, nil
 }
 
 // freshSpeed is like medianRate, with memory that fn is the first to touch. Mapping and unmapping are not timed.
-func (r *run) freshSpeed(fn func([]byte) error) (float64, error) {
-	s, err := r.medianOf(func() (s float64, err error) {
-		err = mapFresh(r.floorBytes(), func(m []byte) error {
+func (l *limits) freshSpeed(fn func([]byte) error) (float64, error) {
+	s, err := l.medianOf(func() (s float64, err error) {
+		err = mapFresh(l.bytes, func(m []byte) error {
 			s, err = timeOf(func() error { return fn(m) })
 			return err
 		})
@@ -116,12 +120,12 @@ func (r *run) freshSpeed(fn func([]byte) error) (float64, error) {
 	if err != nil {
 		return 0, err
 	}
-	return rateOf(r.floorBytes(), s), nil
+	return rateOf(l.bytes, s), nil
 }
 
-// writeCachedFile writes a file of floorBytes bytes and leaves its pages in the page cache.
-func (r *run) writeCachedFile() (*os.File, error) {
-	file, err := os.Create(r.pathOf("floor"))
+// writeCachedFile writes the file and leaves its pages in the page cache.
+func (l *limits) writeCachedFile() (*os.File, error) {
+	file, err := os.Create(l.path)
 	if err != nil {
 		return nil, errs.New(errs.ErrIO, "%v", err)
 	}
@@ -129,7 +133,7 @@ func (r *run) writeCachedFile() (*os.File, error) {
 	for i := range buf {
 		buf[i] = byte(i * 7)
 	}
-	for n := int64(0); n < r.floorBytes() && err == nil; n += int64(len(buf)) {
+	for n := int64(0); n < l.bytes && err == nil; n += int64(len(buf)) {
 		_, err = file.Write(buf)
 	}
 	if err != nil {
@@ -137,49 +141,6 @@ func (r *run) writeCachedFile() (*os.File, error) {
 		return nil, errs.New(errs.ErrIO, "%v", err)
 	}
 	return file, nil
-}
-
-// measureBaseline measures how fast a file's bytes can be copied from the page cache to GPU memory. It uses the best of
-// several numbers of threads and slot sizes.
-func (r *run) measureBaseline(path string, n int64) error {
-	m, err := r.gpu.Alloc([]int64{n})
-	if err != nil {
-		return err
-	}
-	defer m[0].Release()
-	for _, threads := range []int{8, 12} {
-		for _, x := range []Reading{{Step: ReadStep, Each: SlotsEach}, {Step: 2 * ReadStep, Each: 2}} {
-			x.Path, x.Hi, x.GPU, x.Threads = path, n, r.gpu.Index(), min(threads, r.Threads)
-			x.To = uint64(uintptr(m[0].Ptr))
-			rate, err := r.rateOfReading(x)
-			if err != nil {
-				return err
-			}
-			r.baseline = max(r.baseline, rate)
-		}
-	}
-	r.report.Device.Baseline = r.baseline
-	r.addRow(Row{Group: "this machine", Name: "read the page cache and copy it to " + r.report.Device.Name,
-		Value: r.baseline, Unit: "GB/s"})
-	return nil
-}
-
-// rateOfReading returns the median rate of a Reading to a GPU, with newly allocated slots.
-func (r *run) rateOfReading(x Reading) (float64, error) {
-	n := int64(x.Threads*x.Each) * x.Step
-	p, length, err := cpu.Map(n)
-	if err != nil {
-		return 0, err
-	}
-	slots := unsafe.Slice((*byte)(p), n)
-	touchPages(slots)
-	if err := r.gpu.Register(slots); err != nil {
-		cpu.Unmap(p, length)
-		return 0, err
-	}
-	defer r.gpu.Unregister(slots, func() { cpu.Unmap(p, length) })
-	x.Slots = uint64(uintptr(p))
-	return r.medianRate(x.Hi-x.Lo, func() error { return x.Run(r.ctx) })
 }
 
 func readAt(f *os.File, p []byte, off int64) error {

@@ -1,18 +1,14 @@
 package bench
 
-// This file generates weights, loads files and compares them, and opens devices.
+// This file generates weights, loads files and compares them.
 
 import (
 	"bytes"
-	"fmt"
-	"strconv"
-	"strings"
+	"context"
 
 	"golang.org/x/sys/unix"
 
-	"github.com/overwire/overwire/gosrc/device/cuda"
 	"github.com/overwire/overwire/gosrc/device/cuda/driver"
-	"github.com/overwire/overwire/gosrc/device/cuda/queue"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/regular"
 	"github.com/overwire/overwire/gosrc/load"
@@ -31,8 +27,8 @@ func Inputs(all []weights.Tensor) (in []save.Input, total int64) {
 }
 
 // makeWeights generates weights as inputs of a save, and returns their total bytes.
-func (r *run) makeWeights(kind string, size int64, seed uint64) (in []save.Input, total int64, err error) {
-	all, err := weights.Make(weights.Options{Kind: kind, Size: size, Seed: seed, Threads: r.Threads})
+func makeWeights(kind string, size int64, seed uint64, threads int) (in []save.Input, total int64, err error) {
+	all, err := weights.Make(weights.Options{Kind: kind, Size: size, Seed: seed, Threads: threads})
 	if err != nil {
 		return nil, 0, err
 	}
@@ -42,9 +38,10 @@ func (r *run) makeWeights(kind string, size int64, seed uint64) (in []save.Input
 
 // loadFile loads a whole file into new memory on opt's device. It does not memory-map the file. It calls fn, if not
 // nil, with each tensor's bytes, and frees the memory. fn must be nil for a GPU.
-func (r *run) loadFile(path string, opt load.Options, fn func(*load.Model, [][]byte) error) error {
+func loadFile(ctx context.Context, spec load.Spec, opt load.Options, fn func(*load.Model, [][]byte) error) error {
 	isMapped := false
-	m, err := load.Open(r.ctx, load.Spec{URIs: []string{path}, Map: &isMapped, Storage: r.Storage})
+	spec.Map = &isMapped
+	m, err := load.Open(ctx, spec)
 	if err != nil {
 		return err
 	}
@@ -61,7 +58,7 @@ func (r *run) loadFile(path string, opt load.Options, fn func(*load.Model, [][]b
 	for i := range data {
 		mem, _, _, ok := l.Take(i)
 		if !ok {
-			return errs.New(errs.ErrEngine, "%s: tensor %d has no memory", path, i)
+			return errs.New(errs.ErrEngine, "%s: tensor %d has no memory", spec.URIs[0], i)
 		}
 		defer mem.Release()
 		if mem.Bytes > 0 {
@@ -72,12 +69,12 @@ func (r *run) loadFile(path string, opt load.Options, fn func(*load.Model, [][]b
 }
 
 // compareLoaded loads a file and compares it with the saved tensors.
-func (r *run) compareLoaded(path string, in []save.Input) error {
+func compareLoaded(ctx context.Context, path string, in []save.Input) error {
 	want := map[string]*save.Input{}
 	for i := range in {
 		want[in[i].Name] = &in[i]
 	}
-	return r.loadFile(path, load.Options{}, func(m *load.Model, data [][]byte) error {
+	return loadFile(ctx, load.Spec{URIs: []string{path}}, load.Options{}, func(m *load.Model, data [][]byte) error {
 		if len(data) != len(in) {
 			return errs.New(errs.ErrEngine, "%s: loaded %d of %d tensors", path, len(data), len(in))
 		}
@@ -91,32 +88,14 @@ func (r *run) compareLoaded(path string, in []save.Input) error {
 }
 
 // readTensors loads a file's tensors into Go memory.
-func (r *run) readTensors(path string) (in []save.Input, err error) {
-	err = r.loadFile(path, load.Options{}, func(m *load.Model, data [][]byte) error {
+func readTensors(ctx context.Context, spec load.Spec) (in []save.Input, err error) {
+	err = loadFile(ctx, spec, load.Options{}, func(m *load.Model, data [][]byte) error {
 		for i, t := range m.Index().Tensors {
 			in = append(in, save.Input{Name: t.Name, DType: t.DType, Shape: t.Shape, Data: bytes.Clone(data[i])})
 		}
 		return nil
 	})
 	return in, err
-}
-
-// measureRatio saves tensors to a compressed file, loads it, compares every byte, and returns a row with the ratio and
-// the field entropy. Tied tensors are stored once, but the entropy counts each of them.
-func (r *run) measureRatio(path string, in []save.Input) (Row, error) {
-	rep, err := save.Write(r.ctx, nil, save.Spec{Path: path, Compress: true, Threads: r.Threads}, in)
-	if err != nil {
-		return Row{}, err
-	}
-	if err := r.compareLoaded(path, in); err != nil {
-		return Row{}, err
-	}
-	var entropy, total float64
-	for _, t := range in {
-		entropy += min(fieldEntropy(t.DType, t.Data), float64(len(t.Data)))
-		total += float64(len(t.Data))
-	}
-	return Row{Value: rep.Ratio, Unit: "x", Floor: entropy / total, FloorName: "the entropy of the coded field"}, nil
 }
 
 // Device is the destination of the measured loads.
@@ -130,43 +109,6 @@ type Device struct {
 	Files    string  `json:"files"` // file system of the model files, such as "tmpfs" or "ext4"
 }
 
-// openGPU opens the device "cpu", "cuda" or "cuda:N" and records it in the report. It returns nil for the host.
-func (r *run) openGPU(name string) (*cuda.Device, error) {
-	d := &Device{Name: name, Files: fileSystemOf(r.folder)}
-	r.report.Device = d
-	kind, number, _ := strings.Cut(name, ":")
-	index, err := 0, error(nil)
-	if number != "" {
-		index, err = strconv.Atoi(number)
-	}
-	switch {
-	case err != nil || kind != "cpu" && kind != "cuda":
-		return nil, errs.New(errs.ErrArgument, "device %q: expected \"cpu\", \"cuda\" or \"cuda:N\"", name)
-	case kind == "cpu":
-		return nil, nil
-	}
-	gpu, err := cuda.Open(index)
-	if err != nil {
-		return nil, err
-	}
-	d.Name = fmt.Sprintf("cuda:%d", index)
-	d.Info, err = driver.Info()
-	return gpu, err
-}
-
-// measureWire returns the rate of copies from pinned memory to a queue's device, with n bytes per copy.
-func (r *run) measureWire(queue *queue.Queue, n int64) (float64, error) {
-	count := int(max(16<<20, min(r.Size, 4<<30)) / n)
-	v, err := r.medianOf(func() (float64, error) {
-		took, err := queue.MeasureLink(n, count)
-		return took.Seconds(), err
-	})
-	if err != nil {
-		return 0, err
-	}
-	return rateOf(n*int64(count), v), nil
-}
-
 // fileSystemOf returns the type of a folder's file system.
 func fileSystemOf(dir string) string {
 	fileSystem, err := regular.IdentifyFolder(dir)
@@ -176,10 +118,10 @@ func fileSystemOf(dir string) string {
 	return fileSystem.Name
 }
 
-// freeBytes returns how many bytes are free for the run's folder, or -1 if unknown.
-func (r *run) freeBytes() int64 {
+// freeBytes returns how many bytes are free for a folder, or -1 if unknown.
+func freeBytes(folder string) int64 {
 	var disk unix.Statfs_t
-	if err := unix.Statfs(r.folder, &disk); err != nil {
+	if err := unix.Statfs(folder, &disk); err != nil {
 		return -1
 	}
 	return int64(disk.Bavail) * disk.Bsize

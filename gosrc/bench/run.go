@@ -1,10 +1,10 @@
 package bench
 
-// This file defines the state of a run, its report, medians, and rows.
+// This file defines the report of a run and its rows, and computes medians.
 
 import (
+	"context"
 	"fmt"
-	"path/filepath"
 	"runtime"
 	"slices"
 	"time"
@@ -58,37 +58,30 @@ func ThisMachine() Machine {
 	}
 }
 
-// addRow adds a row to the report and calls Row with it.
-func (r *run) addRow(row Row) {
-	if row.Floor > 0 {
-		row.Share = row.Value / row.Floor
-	}
-	r.report.Rows = append(r.report.Rows, row)
-	if r.Row != nil {
-		r.Row(row)
-	}
+// A timer repeats measurements until its context is cancelled.
+type timer struct {
+	ctx    context.Context
+	repeat int // runs of each measurement
 }
 
-func (r *run) pathOf(name string) string { return filepath.Join(r.folder, name) }
-
 // stopError returns the error of a cancelled run, or nil.
-func (r *run) stopError() error {
-	if r.ctx.Err() != nil {
+func (t *timer) stopError() error {
+	if t.ctx.Err() != nil {
 		return errs.New(errs.ErrCancelled, "by the caller")
 	}
 	return nil
 }
 
 // medianTime calls fn Repeat times and returns the median duration in seconds.
-func (r *run) medianTime(fn func() error) (float64, error) {
-	return r.medianOf(func() (float64, error) { return timeOf(fn) })
+func (t *timer) medianTime(fn func() error) (float64, error) {
+	return t.medianOf(func() (float64, error) { return timeOf(fn) })
 }
 
 // medianOf is like medianTime for functions that return a duration in seconds.
-func (r *run) medianOf(fn func() (float64, error)) (float64, error) {
-	all := make([]float64, 0, r.Repeat)
-	for range r.Repeat {
-		if err := r.stopError(); err != nil {
+func (t *timer) medianOf(fn func() (float64, error)) (float64, error) {
+	all := make([]float64, 0, t.repeat)
+	for range t.repeat {
+		if err := t.stopError(); err != nil {
 			return 0, err
 		}
 		s, err := fn()
@@ -101,8 +94,8 @@ func (r *run) medianOf(fn func() (float64, error)) (float64, error) {
 }
 
 // medianRate returns the median rate in GB/s of fn, which processes n bytes.
-func (r *run) medianRate(n int64, fn func() error) (float64, error) {
-	s, err := r.medianTime(fn)
+func (t *timer) medianRate(n int64, fn func() error) (float64, error) {
+	s, err := t.medianTime(fn)
 	if err != nil {
 		return 0, err
 	}

@@ -53,29 +53,6 @@ var threadsOption = option{name: "threads", short: "j", value: "N", lo: 1, hi: 1
 var storageOption = option{name: "storage", value: "JSON",
 	doc: `options for remote stores, e.g. {"timeout": 10} (storage_options in Python)`}
 
-// access sets c.storage: keys, and store options from --storage and the environment.
-func (c *call) access() (err error) {
-	c.storage.Options = c.env.Storage
-	if c.storage.Decrypt, err = c.keys("decrypt"); err != nil {
-		return err
-	}
-	if c.storage.Encrypt, err = c.keys("encrypt"); err != nil {
-		return err
-	}
-	text, ok := c.opts["storage"]
-	if !ok {
-		return nil
-	}
-	if c.storage.Storage, err = storageTexts(text); err != nil {
-		return err
-	}
-	if on, _ := c.storage.Flag("insecure"); on {
-		fmt.Fprintln(c.stderr, "overwire: insecure: certificates are not checked, so anyone on the network path "+
-			"can change the weights")
-	}
-	return nil
-}
-
 // storageTexts parses --storage. Numbers and booleans become strings.
 func storageTexts(text string) (map[string]string, error) {
 	var values map[string]any
@@ -166,6 +143,15 @@ func Help() string {
 	return b.String() + exitText
 }
 
+// all returns the options that the command's --help lists.
+func (v *verb) all() []option {
+	help := option{name: "help", short: "h", doc: "print this help"}
+	if v == runVerb { // run passes --json to the program
+		return []option{help}
+	}
+	return slices.Concat(v.options, []option{jsonOption, help})
+}
+
 func (v *verb) help() string {
 	var b strings.Builder
 	fmt.Fprintf(&b, "usage: %s\n\n%s\n", strings.TrimSpace("overwire "+v.name+" "+v.args), paragraphs(v.long))
@@ -224,22 +210,29 @@ func wrapText(text string, n int) string {
 	return b.String()
 }
 
+// arguments are the parsed words of one command line.
+type arguments struct {
+	verb *verb
+	args []string // the words that are not options
+	opts map[string]string
+}
+
 // parse splits argv into options and arguments. Options may appear anywhere before
 // "--". A value is the next word, or follows "=".
-func (c *call) parse(argv []string) error {
-	c.opts = map[string]string{}
-	options := append([]option{jsonOption}, c.verb.options...)
+func (a *arguments) parse(argv []string) error {
+	a.opts = map[string]string{}
+	options := append([]option{jsonOption}, a.verb.options...)
 	for i := 0; i < len(argv); i++ {
 		word := argv[i]
 		switch {
 		case word == "--":
-			c.args = append(c.args, argv[i+1:]...)
+			a.args = append(a.args, argv[i+1:]...)
 			i = len(argv)
 			continue
 		case word == "-h" || word == "--help":
 			return errHelp
 		case len(word) < 2 || word[0] != '-':
-			c.args = append(c.args, word)
+			a.args = append(a.args, word)
 			continue
 		}
 		name, value, hasValue := strings.Cut(word, "=")
@@ -248,7 +241,7 @@ func (c *call) parse(argv []string) error {
 		})
 		if k < 0 {
 			return usage("%s has no option %s%s; see: overwire %s --help (use -- before paths that start with a dash)",
-				c.verb.name, name, nearName(name, optionNames(options)), c.verb.name)
+				a.verb.name, name, nearName(name, optionNames(options)), a.verb.name)
 		}
 		o := &options[k]
 		switch {
@@ -263,38 +256,38 @@ func (c *call) parse(argv []string) error {
 			}
 			value = argv[i]
 		}
-		if _, twice := c.opts[o.name]; twice {
+		if _, twice := a.opts[o.name]; twice {
 			return usage("--%s is given twice", o.name)
 		}
-		c.opts[o.name] = value
+		a.opts[o.name] = value
 	}
 	// Check values last: --json decides how errors are printed and may be the last word. Check options before
 	// arguments: if a value is missing, the option may have taken an argument instead.
 	for i := range options {
-		if value, isGiven := c.opts[options[i].name]; isGiven {
+		if value, isGiven := a.opts[options[i].name]; isGiven {
 			if err := options[i].check(value); err != nil {
 				return err
 			}
 		}
 	}
-	return c.checkArgs()
+	return a.checkArgs()
 }
 
 // checkArgs refuses a wrong number of arguments, and arguments that cannot be file names.
-func (c *call) checkArgs() error {
-	if n := len(c.args); n < c.verb.least || c.verb.most >= 0 && n > c.verb.most {
-		return usage("wrong number of arguments; write: overwire %s %s", c.verb.name, c.verb.args)
+func (a *arguments) checkArgs() error {
+	if n := len(a.args); n < a.verb.least || a.verb.most >= 0 && n > a.verb.most {
+		return usage("wrong number of arguments; write: overwire %s %s", a.verb.name, a.verb.args)
 	}
-	for _, a := range c.args {
-		if a == "" || strings.ContainsRune(a, 0) {
+	for _, word := range a.args {
+		if word == "" || strings.ContainsRune(word, 0) {
 			return usage("an argument is empty or contains a NUL character")
 		}
-		if a == "-" {
-			return usage("%s cannot read standard input: name a file (write ./- for a file called -)", c.verb.name)
+		if word == "-" {
+			return usage("%s cannot read standard input: name a file (write ./- for a file called -)", a.verb.name)
 		}
 	}
-	if c.opts["output"] == "-" && c.verb.name != fetchVerb.name {
-		return usage("%s cannot write to standard output: name a file (write ./- for a file called -)", c.verb.name)
+	if a.opts["output"] == "-" && a.verb.name != fetchVerb.name {
+		return usage("%s cannot write to standard output: name a file (write ./- for a file called -)", a.verb.name)
 	}
 	return nil
 }
@@ -316,7 +309,7 @@ func nearName(word string, names []string) string {
 	return ""
 }
 
-func (c *call) is(name string) bool { return c.opts[name] == "yes" }
+func (a *arguments) is(name string) bool { return a.opts[name] == "yes" }
 
 // check refuses values that the option does not accept.
 func (o *option) check(text string) error {
@@ -340,21 +333,21 @@ func (o *option) check(text string) error {
 }
 
 // number returns the value of a numeric option, or def if it is not given.
-func (c *call) number(name string, def int) int {
-	if text, ok := c.opts[name]; ok {
+func (a *arguments) number(name string, def int) int {
+	if text, ok := a.opts[name]; ok {
 		def, _ = strconv.Atoi(text) // parse has checked it
 	}
 	return def
 }
 
 // size returns the value of an option in bytes, or 0 if it is not given.
-func (c *call) size(name string) int64 {
-	n, _ := humanize.ParseBytes(c.opts[name]) // parse has checked it
+func (a *arguments) size(name string) int64 {
+	n, _ := humanize.ParseBytes(a.opts[name]) // parse has checked it
 	return int64(n)
 }
 
 // threads returns --threads, or OVERWIRE_THREADS; 0 means all cores.
-func (c *call) threads() int { return c.number("threads", knob.Threads.Get()) }
+func (a *arguments) threads() int { return a.number("threads", knob.Threads.Get()) }
 
 // These options name the file or variable that holds a key or password. They never contain the secret itself, because
 // other users of the machine can read command lines.
@@ -372,10 +365,10 @@ var (
 )
 
 // keys reads the key or password named by the options with this prefix, and returns it as engine settings.
-func (c *call) keys(prefix string) (map[string]string, error) {
+func (a *arguments) keys(prefix string, secrets map[string]string) (map[string]string, error) {
 	name, wrong, read := prefix+"-key", "must contain 32 bytes or 64 hex digits", tensorizer.KeySettings
-	from, isGiven := c.opts[name]
-	if password, also := c.opts[prefix+"-password"]; also {
+	from, isGiven := a.opts[name]
+	if password, also := a.opts[prefix+"-password"]; also {
 		if isGiven {
 			return nil, usage("--%s-key and --%s-password cannot be combined", prefix, prefix)
 		}
@@ -385,7 +378,7 @@ func (c *call) keys(prefix string) (map[string]string, error) {
 	if !isGiven {
 		return nil, nil
 	}
-	b, err := c.secret(name, from)
+	b, err := readSecret(name, from, secrets)
 	if err != nil {
 		return nil, err
 	}
@@ -396,8 +389,8 @@ func (c *call) keys(prefix string) (map[string]string, error) {
 	return settings, nil
 }
 
-// secret reads the content of file:PATH or env:NAME.
-func (c *call) secret(name, from string) ([]byte, error) {
+// readSecret reads the content of file:PATH or env:NAME.
+func readSecret(name, from string, secrets map[string]string) ([]byte, error) {
 	const most = 64 << 10
 	kind, rest, _ := strings.Cut(from, ":")
 	switch {
@@ -411,7 +404,7 @@ func (c *call) secret(name, from string) ([]byte, error) {
 		}
 		return b, nil
 	case kind == "env" && rest != "":
-		text, ok := c.env.Secrets[rest]
+		text, ok := secrets[rest]
 		if !ok {
 			return nil, usage("--%s: the variable %s is not set", name, rest)
 		}

@@ -60,14 +60,14 @@ overwire bench gen llama-bf16 --size 1GB weights.safetensors`,
 	run: func(c *call) error {
 		switch {
 		case len(c.args) > 0 && c.args[0] == "gen":
-			return c.generate()
+			return generateWeights(c)
 		case c.opts["ranks"] != "":
 			return errs.New(errs.ErrNotSupported,
 				"bench --ranks needs the overwire command of the Python package")
 		case len(c.args) > 0:
 			return usage("bench %s: write overwire bench, or overwire bench gen KIND OUT", c.args[0])
 		}
-		return c.measure()
+		return runBench(c)
 	},
 }
 
@@ -86,8 +86,8 @@ func kindsText() string {
 	return b.String()
 }
 
-// measure runs bench without gen.
-func (c *call) measure() error {
+// runBench runs bench without gen.
+func runBench(c *call) error {
 	opt := bench.Options{Device: c.opts["device"], File: c.opts["file"], Dir: c.opts["dir"], Size: c.size("size"),
 		Repeat: c.number("repeat", 0), Threads: c.threads(), Storage: c.storage}
 	if opt.File != "" { // invalid options are reported before anything is measured
@@ -113,8 +113,8 @@ func (c *call) measure() error {
 	return c.show(rep, func(w io.Writer) { fmt.Fprintf(w, "%.0f s\n", rep.Seconds) })
 }
 
-// generate writes weights of one kind.
-func (c *call) generate() error {
+// generateWeights writes weights of one kind.
+func generateWeights(c *call) error {
 	if len(c.args) != 3 {
 		return usage("write: overwire bench gen KIND OUT [--size SIZE]; kinds:\n%s", kindsText())
 	}
@@ -125,7 +125,7 @@ func (c *call) generate() error {
 	}
 	out := c.args[2]
 	if !c.is("force") {
-		if err := c.refuseExisting(out); err != nil {
+		if err := refuseExisting(c, out); err != nil {
 			return err
 		}
 	}

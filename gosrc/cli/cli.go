@@ -69,13 +69,11 @@ type call struct {
 	job            *job.Job
 	env            Env
 	stdout, stderr io.Writer
-	verb           *verb
-	verbs          []*verb  // all commands, for help and completion
-	args           []string // the words that are not options
-	opts           map[string]string
-	storage        format.Access // how files are reached
-	clear          func()        // removes the progress line
-	outputChosen   bool          // the command, not the user, chose the output
+	arguments
+	verbs        []*verb       // all commands, for help and completion
+	storage      format.Access // how files are reached
+	clear        func()        // removes the progress line
+	outputChosen bool          // the command, not the user, chose the output
 }
 
 // errHelp is what parse returns for --help.
@@ -116,7 +114,7 @@ func runLine(ctx context.Context, j *job.Job, argv []string, stdout, stderr io.W
 	if v == nil {
 		return failed(stderr, stdout, slices.Contains(argv, "--json"), noVerb(argv[0]))
 	}
-	c := &call{ctx: ctx, job: j, env: env, stdout: stdout, stderr: stderr, verb: v, verbs: verbs()}
+	c := &call{ctx: ctx, job: j, env: env, stdout: stdout, stderr: stderr, arguments: arguments{verb: v}, verbs: verbs()}
 	err := c.parse(argv[1:])
 	if errors.Is(err, errHelp) {
 		return failed(stderr, stdout, false, printText(stdout, v.help()))
@@ -128,7 +126,7 @@ func runLine(ctx context.Context, j *job.Job, argv []string, stdout, stderr io.W
 		err = c.access()
 	}
 	if err == nil {
-		c.clear = c.progress()
+		c.clear = showProgress(c)
 		err = c.interrupted(v.run(c))
 		c.clear()
 		for _, text := range source.Notices() {
@@ -136,6 +134,29 @@ func runLine(ctx context.Context, j *job.Job, argv []string, stdout, stderr io.W
 		}
 	}
 	return failed(stderr, stdout, c.is("json"), err)
+}
+
+// access sets c.storage: keys, and store options from --storage and the environment.
+func (c *call) access() (err error) {
+	c.storage.Options = c.env.Storage
+	if c.storage.Decrypt, err = c.keys("decrypt", c.env.Secrets); err != nil {
+		return err
+	}
+	if c.storage.Encrypt, err = c.keys("encrypt", c.env.Secrets); err != nil {
+		return err
+	}
+	text, ok := c.opts["storage"]
+	if !ok {
+		return nil
+	}
+	if c.storage.Storage, err = storageTexts(text); err != nil {
+		return err
+	}
+	if on, _ := c.storage.Flag("insecure"); on {
+		fmt.Fprintln(c.stderr, "overwire: insecure: certificates are not checked, so anyone on the network path "+
+			"can change the weights")
+	}
+	return nil
 }
 
 // takePaths replaces file:// URIs with their paths.

@@ -160,7 +160,8 @@ func TestUsualOutput(t *testing.T) {
 		{"compress", "a/m.ow.safetensors", ""}, {"decompress", "a/m.safetensors", ""}, {"compress", "folder", ""},
 		{"compress", "s3://b/m.safetensors", ""}, {"convert", "a/m.safetensors", ""}, {"compress", "m.tensors", ""},
 	} {
-		if got := (&call{verb: findVerb(c.verb), args: []string{c.source}}).usualOutput(); got != c.want {
+		words := arguments{verb: findVerb(c.verb), args: []string{c.source}}
+		if got := usualOutput(&call{arguments: words}); got != c.want {
 			t.Errorf("%s %s: %q, want %q", c.verb, c.source, got, c.want)
 		}
 	}

@@ -40,15 +40,6 @@ options and file names. The script does not run overwire.
 
 var completions = map[string]func(io.Writer, []*verb){"bash": bash, "fish": fish, "zsh": zsh}
 
-// all returns the options that the command's --help lists.
-func (v *verb) all() []option {
-	help := option{name: "help", short: "h", doc: "print this help"}
-	if v == runVerb { // run passes --json to the program
-		return []option{help}
-	}
-	return slices.Concat(v.options, []option{jsonOption, help})
-}
-
 // devices are the values that completion offers for --device.
 var devices = []string{"cpu", "cuda"}
 

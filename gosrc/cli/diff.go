@@ -43,7 +43,7 @@ with --exit-code it is 1.`,
 			doc: "list only the N tensors that changed most, and at most N names in each " +
 				"list"}, threadsOption, storageOption},
 		decryptOptions...),
-	run: (*call).diff,
+	run: runDiff,
 }
 
 // diffReport is the JSON document that diff prints.
@@ -66,8 +66,8 @@ func (difference) Error() string { return "the models differ" }
 
 func (difference) Unwrap() error { return errs.ErrCorrupt }
 
-func (c *call) diff() error {
-	models, err := c.openBoth()
+func runDiff(c *call) error {
+	models, err := openBoth(c)
 	if err != nil {
 		return err
 	}
@@ -82,7 +82,7 @@ func (c *call) diff() error {
 			sum += models[0].Index().Tensors[both[n][0]].Bytes
 			n++
 		}
-		if err := c.compare(&r, models, both[:n], c.threads()); err != nil {
+		if err := compareModels(c, &r, models, both[:n], c.threads()); err != nil {
 			return err
 		}
 		both = both[n:]
@@ -96,15 +96,15 @@ func (c *call) diff() error {
 
 // openBoth opens the two models. A key is used only for encrypted models. If there is a key but neither model is
 // encrypted, openBoth returns an error.
-func (c *call) openBoth() (models [2]*load.Model, err error) {
+func openBoth(c *call) (models [2]*load.Model, err error) {
 	keyless := c.storage
 	keyless.Decrypt = nil
 	var first error // from opening an unencrypted model with the key
 	for i, path := range c.args {
-		models[i], err = c.open([]string{path}, c.storage)
+		models[i], err = openModel(c, []string{path}, c.storage)
 		if _, ok := errors.AsType[*tensorizer.NotEncryptedError](err); ok && (i == 0 || first == nil) {
 			first = err
-			models[i], err = c.open([]string{path}, keyless)
+			models[i], err = openModel(c, []string{path}, keyless)
 		}
 		if err != nil {
 			if i > 0 {
@@ -143,8 +143,8 @@ func (r *diffReport) pairTensors(a, b *tensor.Index) (both [][2]int) {
 	return both
 }
 
-// compare loads a batch of tensors from both models, and records those that differ.
-func (c *call) compare(r *diffReport, models [2]*load.Model, some [][2]int, threads int) error {
+// compareModels loads a batch of tensors from both models, and records those that differ.
+func compareModels(c *call, r *diffReport, models [2]*load.Model, some [][2]int, threads int) error {
 	pairs := make([]delta.Pair, len(some))
 	for side, m := range models {
 		tensors := make([]int, len(some))

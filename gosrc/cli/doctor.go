@@ -48,7 +48,7 @@ GPU is reserved for the model's activations.`,
 	run: func(c *call) error {
 		d := Diagnose(c.env, c.is("measure"))
 		if len(c.args) > 0 {
-			model, err := c.diagnoseModel(d.GPU.Devices)
+			model, err := diagnoseModel(c, d.GPU.Devices)
 			if err != nil {
 				return err
 			}
@@ -156,7 +156,7 @@ func (d *Diagnosis) advise() {
 	} else if p.wrong != nil && !p.Off {
 		add("%s names a source that cannot be loaded: %s", p.From, errs.Message(p.wrong))
 	}
-	d.adviseGPU(add)
+	adviseGPU(d, add)
 	if d.Machine.Cores == 1 {
 		add("with only one core, overwire cannot read and decode at the same time")
 	}

@@ -59,7 +59,7 @@ formats above 64 MiB, hidden files, and links that lead out of the folder, excep
 blobs of a Hugging Face cache.`,
 	example: "overwire compress model.safetensors -o model.ow.safetensors",
 	options: append(slices.Clone(writeOptions), partsOption, levelOption, sumOption),
-	run:     func(c *call) error { return c.convert(true) },
+	run:     func(c *call) error { return runConvert(c, true) },
 }
 
 var decompressVerb = &verb{
@@ -74,7 +74,7 @@ appears. If the original is not stored, because the file was saved from tensors 
 shards have changed, OUT gets a new header, and decompress says so.`,
 	example: "overwire decompress model.ow.safetensors -o model.safetensors",
 	options: slices.Clone(writeOptions),
-	run:     func(c *call) error { return c.convert(false) },
+	run:     func(c *call) error { return runConvert(c, false) },
 }
 
 var convertVerb = &verb{
@@ -93,20 +93,20 @@ overwire convert model.tensors -o secret.tensors --encrypt-key file:model.key`,
 	run: func(c *call) error {
 		switch to := c.opts["to"]; to {
 		case "", "overwire":
-			return c.convert(true)
+			return runConvert(c, true)
 		case "safetensors":
-			return c.convert(false)
+			return runConvert(c, false)
 		default:
 			return usage("--to %s: write overwire or safetensors", to)
 		}
 	},
 }
 
-// convert runs compress, decompress and convert.
-func (c *call) convert(compress bool) error {
+// runConvert runs compress, decompress and convert.
+func runConvert(c *call, compress bool) error {
 	out := c.opts["output"]
 	if out == "" {
-		out = c.usualOutput()
+		out = usualOutput(c)
 		c.outputChosen = true
 	}
 	if out == "" {
@@ -124,7 +124,7 @@ func (c *call) convert(compress bool) error {
 		return usage("%s: .tensors files cannot be compressed: write overwire convert %s -o %s", out, c.args[0], out)
 	}
 	if !c.is("force") {
-		if err := c.refuseExisting(out); err != nil {
+		if err := refuseExisting(c, out); err != nil {
 			return err
 		}
 	}
@@ -132,7 +132,7 @@ func (c *call) convert(compress bool) error {
 	if err != nil {
 		return err
 	}
-	return c.show(rep, func(w io.Writer) { c.printWritten(w, rep, compress) })
+	return c.show(rep, func(w io.Writer) { printWritten(c, w, rep, compress) })
 }
 
 // marked is the default suffix of compressed files.
@@ -141,7 +141,7 @@ const marked = ".ow" + modelfiles.Extension
 // usualOutput returns the output of compress and decompress for one local file without
 // -o: model.ow.safetensors for model.safetensors, and the reverse. "" means that -o is
 // needed.
-func (c *call) usualOutput() string {
+func usualOutput(c *call) string {
 	stem, isModel := strings.CutSuffix(c.args[0], modelfiles.Extension)
 	plain, isMarked := strings.CutSuffix(c.args[0], marked)
 	switch local := len(c.args) == 1 && !source.Remote(c.args[0]); {
@@ -155,9 +155,9 @@ func (c *call) usualOutput() string {
 
 // printWritten prints one line about the output, after a line for each file that was not copied or
 // not restored byte for byte. --verbose adds files, hashes and times.
-func (c *call) printWritten(w io.Writer, rep save.Report, compress bool) {
+func printWritten(c *call, w io.Writer, rep save.Report, compress bool) {
 	if c.is("verbose") {
-		c.printDetails(w, rep, compress)
+		printDetails(c, w, rep, compress)
 	}
 	for _, f := range rep.Left {
 		fmt.Fprintf(w, "not copied: %s\n", place(f))
@@ -188,7 +188,7 @@ func (c *call) printWritten(w io.Writer, rep save.Report, compress bool) {
 	}
 }
 
-func (c *call) printDetails(w io.Writer, rep save.Report, compress bool) {
+func printDetails(c *call, w io.Writer, rep save.Report, compress bool) {
 	copies := map[string]string{}
 	for _, f := range rep.Copied {
 		copies[f] = "copied: "
@@ -235,7 +235,7 @@ func sizesText(in, out int64) string {
 }
 
 // refuseExisting returns an error if out is an existing file or object, or a non-empty folder.
-func (c *call) refuseExisting(out string) error {
+func refuseExisting(c *call, out string) error {
 	held, err := open.Occupied(c.ctx, out, c.storage.Options)
 	switch held {
 	case open.Full:

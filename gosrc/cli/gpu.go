@@ -101,7 +101,7 @@ func wire(index int) (float64, error) {
 	}
 }
 
-func (d *Diagnosis) adviseGPU(add func(format string, args ...any)) {
+func adviseGPU(d *Diagnosis, add func(format string, args ...any)) {
 	if d.GPU.Reason != "" && d.GPU.Driver != "" {
 		add("NVIDIA driver %s is installed, but this process cannot use it: if this is a container, start it with "+
 			"GPUs (--gpus all, or the NVIDIA runtime)", d.GPU.Driver)

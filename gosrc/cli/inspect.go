@@ -51,11 +51,11 @@ overwire load m.safetensors --trace t.json && overwire inspect t.json --html t.h
 		{name: "digests", doc: "print a digest of each tensor's bytes"},
 		{name: "html", value: "FILE", doc: "write a page with a map of the tensors instead of listing them"},
 		storageOption}, decryptOptions),
-	run: (*call).inspectFiles,
+	run: runInspect,
 }
 
-// inspectFiles runs the command.
-func (c *call) inspectFiles() error {
+// runInspect runs the command.
+func runInspect(c *call) error {
 	glob := cmp.Or(c.opts["filter"], "*")
 	if _, err := path.Match(glob, ""); err != nil {
 		return usage("--filter %s: invalid pattern: * matches any characters, ? one, [abc] one of these", glob)
@@ -68,9 +68,9 @@ func (c *call) inspectFiles() error {
 	case c.is("digests") && (out != "" || c.is("estimate")):
 		return usage("--digests cannot be combined with --html or --estimate")
 	case c.is("digests"):
-		return c.printDigests(glob)
+		return printDigests(c, glob)
 	case out != "" && len(c.args) == 1 && isTrace(c.args[0]):
-		return c.writeTracePage(c.args[0], out)
+		return writeTracePage(c, c.args[0], out)
 	}
 	if out := c.opts["html"]; out != "" {
 		if err := atomicfile.RefuseOtherKind(out, pageHead); err != nil {
@@ -92,7 +92,7 @@ func (c *call) inspectFiles() error {
 			return err
 		}
 	}
-	c.shorten(in)
+	shortenList(c, in)
 	answer := struct {
 		*verify.Inspection
 		Estimate *stored.Total `json:"estimate,omitempty"`
@@ -116,8 +116,8 @@ func (c *call) inspectFiles() error {
 	})
 }
 
-// shorten drops the tensors that --summary, --html and --top do not list.
-func (c *call) shorten(in *verify.Inspection) {
+// shortenList drops the tensors that --summary, --html and --top do not list.
+func shortenList(c *call, in *verify.Inspection) {
 	most := c.number("top", 1<<30)
 	for i := range in.Sources {
 		f := &in.Sources[i]
@@ -141,7 +141,7 @@ func globMatches(glob, name string) bool {
 }
 
 // printDigests runs inspect --digests.
-func (c *call) printDigests(glob string) error {
+func printDigests(c *call, glob string) error {
 	others := func(name string) bool { return !globMatches(glob, name) } // their bytes are not read
 	rep, err := verify.Digests(c.ctx, c.job, c.args, c.storage, others)
 	if err != nil {
@@ -167,7 +167,7 @@ const pageHead = "<!doctype html>"
 // maxTrace is the maximum size of a trace that inspect --html reads.
 const maxTrace = 1 << 28
 
-func (c *call) writeTracePage(file, out string) error {
+func writeTracePage(c *call, file, out string) error {
 	if out == file {
 		return usage("%s is the trace itself: give --html another file name", out)
 	}

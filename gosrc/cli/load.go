@@ -44,17 +44,17 @@ model's blocks by their tensor names. doctor says which of these fits on a GPU.`
 		},
 		traceOption, threadsOption, storageOption,
 	}, decryptOptions...),
-	run: (*call).load,
+	run: runLoad,
 }
 
-// load runs the command. It reports one load.Report for each load.
-func (c *call) load() error {
+// runLoad runs the command. It reports one load.Report for each load.
+func runLoad(c *call) error {
 	_, keeps := c.opts["keep"]
 	switch {
 	case c.is("plan") && (c.opts["trace"] != "" || c.opts["repeat"] != ""):
 		return usage("--plan loads nothing: omit --trace and --repeat")
 	case c.is("plan"):
-		return c.planLoad()
+		return planLoad(c)
 	case keeps:
 		return usage("--keep needs --plan")
 	}
@@ -65,7 +65,7 @@ func (c *call) load() error {
 		if n == repeat-1 {
 			opt.Trace = c.opts["trace"]
 		}
-		rep, err := c.loadOnce(opt)
+		rep, err := loadOnce(c, opt)
 		if err != nil {
 			return err
 		}
@@ -90,15 +90,15 @@ func (c *call) load() error {
 	})
 }
 
-// open opens a model, or all models in the subfolders of a folder.
-func (c *call) open(uris []string, storage format.Access) (*load.Model, error) {
+// openModel opens a model, or all models in the subfolders of a folder.
+func openModel(c *call, uris []string, storage format.Access) (*load.Model, error) {
 	return stored.ExpandFolders(c.ctx, uris, storage.Options, func(uris []string) (*load.Model, error) {
 		return load.Open(c.ctx, load.Spec{URIs: uris, Storage: storage})
 	})
 }
 
-func (c *call) loadOnce(opt load.Options) (rep load.Report, err error) {
-	m, err := c.open(c.args, c.storage)
+func loadOnce(c *call, opt load.Options) (rep load.Report, err error) {
+	m, err := openModel(c, c.args, c.storage)
 	if err != nil {
 		return rep, err
 	}

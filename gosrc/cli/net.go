@@ -50,19 +50,19 @@ that lets anyone read the S3 object until it expires. Keep the URL secret.`,
 			doc: "print a URL that gives read access to the S3 object for SECONDS (at most 604800)"},
 		storageOption,
 	},
-	run: (*call).fetchURLs,
+	run: runFetch,
 }
 
-// fetchURLs runs the command.
-func (c *call) fetchURLs() error {
+// runFetch runs the command.
+func runFetch(c *call) error {
 	out := c.opts["output"]
 	if c.opts["presign"] != "" {
-		return c.printPresigned()
+		return printPresigned(c)
 	}
-	if dir := c.remoteFolder(); dir != "" {
-		return c.fetchFolder(dir, out)
+	if dir := remoteFolder(c); dir != "" {
+		return fetchFolder(c, dir, out)
 	}
-	if err := c.checkFetch(out); err != nil {
+	if err := checkFetch(c, out); err != nil {
 		return err
 	}
 	spec := fetch.Spec{URIs: c.args, Storage: c.storage.Options, Own: true}
@@ -85,7 +85,7 @@ func (c *call) fetchURLs() error {
 }
 
 // remoteFolder returns the only argument if it names a folder in a store that lists its files, otherwise "".
-func (c *call) remoteFolder() string {
+func remoteFolder(c *call) string {
 	uri := c.args[0]
 	isWebFolder := slices.Contains([]string{"http", "https"}, source.Scheme(uri)) && source.Folder(uri)
 	if len(c.args) == 1 && (open.Writable(uri) || source.Scheme(uri) == "hf" || isWebFolder) {
@@ -95,12 +95,12 @@ func (c *call) remoteFolder() string {
 	return ""
 }
 
-func (c *call) fetchFolder(dir, out string) error {
+func fetchFolder(c *call, dir, out string) error {
 	if out == "" || out == "-" {
 		return usage("%s is a folder: give -o and the folder to write it to", errs.RedactURI(dir))
 	}
 	if !c.is("force") {
-		if err := c.refuseExisting(out); err != nil {
+		if err := refuseExisting(c, out); err != nil {
 			return err
 		}
 	}
@@ -119,7 +119,7 @@ func (c *call) fetchFolder(dir, out string) error {
 
 // checkFetch refuses to write the bytes to a terminal or into JSON output. It also refuses
 // a file name among URLs, which was probably meant as -o FILE.
-func (c *call) checkFetch(out string) error {
+func checkFetch(c *call, out string) error {
 	if out != "" && out != "-" {
 		return nil
 	}
@@ -203,7 +203,7 @@ connect; see --address. --faults sets the probability of each fault per response
 }
 
 // printPresigned prints a presigned URL of an object instead of downloading it.
-func (c *call) printPresigned() error {
+func printPresigned(c *call) error {
 	if c.opts["output"] != "" || len(c.args) != 1 {
 		return usage("--presign prints a URL of one s3://BUCKET/KEY, and takes no -o")
 	}

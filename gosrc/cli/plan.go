@@ -25,7 +25,7 @@ type planReport struct {
 }
 
 // planLoad runs load --plan.
-func (c *call) planLoad() error {
+func planLoad(c *call) error {
 	q := load.Prospect{Device: c.opts["device"]}
 	if q.Device != "" {
 		if _, err := device.Number(q.Device); err != nil {
@@ -34,12 +34,12 @@ func (c *call) planLoad() error {
 	}
 	keep := c.size("keep")
 	q.Keep = &keep
-	m, err := c.open(c.args, c.storage)
+	m, err := openModel(c, c.args, c.storage)
 	if err != nil {
 		return err
 	}
 	defer m.Close()
-	estimate, err := m.Estimate(nil, q)
+	estimate, err := load.EstimateMemory(m, nil, q)
 	if err != nil {
 		return err
 	}
@@ -121,14 +121,14 @@ type ModelFit struct {
 }
 
 // diagnoseModel reports how the model that the arguments name would run on each GPU.
-func (c *call) diagnoseModel(devices []GPUDevice) (*Model, error) {
-	m, err := c.open(c.args, c.storage)
+func diagnoseModel(c *call, devices []GPUDevice) (*Model, error) {
+	m, err := openModel(c, c.args, c.storage)
 	if err != nil {
 		return nil, err
 	}
 	defer m.Close()
 	keep := int64(0)
-	all, err := m.Estimate(nil, load.Prospect{Keep: &keep})
+	all, err := load.EstimateMemory(m, nil, load.Prospect{Keep: &keep})
 	if err != nil {
 		return nil, err
 	}

@@ -88,9 +88,9 @@ func fileOf(w io.Writer) *os.File {
 	return f
 }
 
-// progress shows the job's counters on stderr while a command runs, if stderr is a terminal. The returned function
+// showProgress shows the job's counters on stderr while a command runs, if stderr is a terminal. The returned function
 // stops this and removes the line. It may be called more than once.
-func (c *call) progress() (clear func()) {
+func showProgress(c *call) (clear func()) {
 	if !isTerminal(c.stderr) {
 		return func() {}
 	}

@@ -212,9 +212,9 @@ func followWithin(root, link string) (real string, ok bool, err error) {
 // step is how many bytes Copy reads at a time.
 const step = 1 << 20
 
-// Copy passes the bytes of f to write. It fails if the file's size has changed since Find,
+// CopyFile passes the bytes of f to write. It fails if the file's size has changed since Find,
 // or if the file is written to during the copy.
-func Copy(ctx context.Context, f File, write func(p []byte, off int64) error) error {
+func CopyFile(ctx context.Context, f File, write func(p []byte, off int64) error) error {
 	open := f.open
 	if open == nil {
 		open = func(_ context.Context, path string) (source.Source, error) { return file.Open(path) }

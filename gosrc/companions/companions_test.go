@@ -74,7 +74,7 @@ func TestCopy(t *testing.T) {
 	copied := func(ctx context.Context, f File) ([]byte, error) {
 		got := make([]byte, len(want))
 		end := int64(0)
-		err := Copy(ctx, f, func(p []byte, off int64) error {
+		err := CopyFile(ctx, f, func(p []byte, off int64) error {
 			if off != end {
 				t.Errorf("at %d after %d", off, end)
 			}
@@ -98,7 +98,7 @@ func TestCopy(t *testing.T) {
 		t.Error(err)
 	}
 	full := errors.New("full")
-	if err := Copy(t.Context(), File{Path: path, Size: int64(len(want))}, func([]byte, int64) error {
+	if err := CopyFile(t.Context(), File{Path: path, Size: int64(len(want))}, func([]byte, int64) error {
 		return full
 	}); !errors.Is(err, full) {
 		t.Error(err)

@@ -80,7 +80,7 @@ func folderOf(c *conversion, src, avoid string, in branch) companions.Folder {
 func copyOf(f companions.File, path string) publish.File {
 	return publish.File{Path: path, Copied: true, Content: &publish.Prewritten{Bytes: f.Size,
 		Fill: func(ctx context.Context, write func(p []byte, off int64) error) error {
-			return companions.Copy(ctx, f, write)
+			return companions.CopyFile(ctx, f, write)
 		}}}
 }
 

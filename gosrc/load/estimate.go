@@ -47,15 +47,15 @@ type Estimate struct {
 	Tiers   []plan.Tier   `json:"tiers,omitempty"` // only with an offload
 }
 
-// Part is plan.Part, so that callers of Estimate need not import package plan.
+// Part is plan.Part, so that callers of EstimateMemory need not import package plan.
 type Part = plan.Part
 
 // KeptBlocks is plan.KeptBlocks, for callers that do not import package plan.
 func KeptBlocks(nbytes []int64, keep int64) []int64 { return plan.KeptBlocks(nbytes, keep) }
 
-// Estimate estimates the memory for loading parts of tensors; nil means all tensors. If the load exceeds the budget,
-// the error is errs.ErrMemory.
-func (m *Model) Estimate(parts []Part, q Prospect) (o Estimate, err error) {
+// EstimateMemory estimates the memory for loading parts of tensors; nil means all tensors. If the load exceeds the
+// budget, the error is errs.ErrMemory.
+func EstimateMemory(m *Model, parts []Part, q Prospect) (o Estimate, err error) {
 	if q.Budget < 0 || q.Item < 0 || q.Stream && q.Budget == 0 {
 		return o, errs.New(errs.ErrArgument,
 			"invalid max_memory %d or element size %d: expected 0 or more, and for a stream a max_memory over 0",
@@ -67,7 +67,7 @@ func (m *Model) Estimate(parts []Part, q Prospect) (o Estimate, err error) {
 			parts[i] = Part{Tensor: int64(i), Elements: plan.Whole}
 		}
 	}
-	costs, err := m.costsOf(parts, q)
+	costs, err := q.costsOf(m.ix, parts)
 	if err != nil {
 		return o, err
 	}
@@ -87,19 +87,19 @@ func (m *Model) Estimate(parts []Part, q Prospect) (o Estimate, err error) {
 		var over int
 		if o.Windows, over = plan.Windows(costs, q.Budget); over >= 0 {
 			n := plan.Peak(costs[over : over+1])
-			return o, m.overBudget("stream", parts[over].Tensor,
-				"'%[1]s' takes %[2]d bytes on %[3]s, %[4]d over max_memory of %[5]d", n, q)
+			return o, q.overBudget("stream", m.ix, parts[over].Tensor,
+				"'%[1]s' takes %[2]d bytes on %[3]s, %[4]d over max_memory of %[5]d", n)
 		}
 		return o, nil
 	}
-	if err := m.countStaging(&o, parts, q); err != nil {
+	if err := o.countStaging(m, parts, q.onGPU()); err != nil {
 		return o, err
 	}
 	if q.Budget > 0 && o.Peak > q.Budget {
-		return o, m.overBudget("load", parts[largest].Tensor,
+		return o, q.overBudget("load", m.ix, parts[largest].Tensor,
 			"%[6]d tensors take %[2]d bytes on %[3]s, %[4]d over max_memory of %[5]d; the largest is '%[1]s' with "+
 				"%[7]d; reading takes %[8]d bytes more. Load fewer tensors with keys= or filter=, or use "+
-				"stream(max_memory=)", o.Peak, q,
+				"stream(max_memory=)", o.Peak,
 			len(parts), o.Bytes[largest], o.Staging)
 	}
 	return o, nil
@@ -107,16 +107,16 @@ func (m *Model) Estimate(parts []Part, q Prospect) (o Estimate, err error) {
 
 // overBudget returns the error for a tensor that exceeds the budget. If several tensors exceed it together, at is the
 // largest one.
-func (m *Model) overBudget(verb string, at int64, format string, n int64, q Prospect, more ...any) error {
-	t := &m.ix.Tensors[at]
+func (q *Prospect) overBudget(verb string, ix *tensor.Index, at int64, format string, n int64, more ...any) error {
+	t := &ix.Tensors[at]
 	args := append([]any{t.Name, n, q.Device, n - q.Budget, q.Budget}, more...)
-	return &errs.At{Verb: verb, Source: m.ix.Sources[t.Source].URI, Tensor: t.Name, Chunk: -1, Offset: -1,
+	return &errs.At{Verb: verb, Source: ix.Sources[t.Source].URI, Tensor: t.Name, Chunk: -1, Offset: -1,
 		Err: errs.New(errs.ErrMemory, format, args...)}
 }
 
 func (q *Prospect) onGPU() bool { return strings.HasPrefix(q.Device, "cuda") }
 
-func (m *Model) costsOf(parts []Part, q Prospect) ([]plan.Cost, error) {
+func (q *Prospect) costsOf(ix *tensor.Index, parts []Part) ([]plan.Cost, error) {
 	to, known := tensor.ParseDType(q.DType)
 	if q.DType != "" && !known {
 		return nil, errs.New(errs.ErrArgument, "cannot cast to %q: expected a dtype", q.DType)
@@ -125,12 +125,11 @@ func (m *Model) costsOf(parts []Part, q Prospect) ([]plan.Cost, error) {
 	if q.onGPU() && known && !q.Late {
 		then.OnTheWay = func(from tensor.DType) bool { return queue.CanCast(device.Cast{From: from, To: to}) }
 	}
-	return plan.Costs(m.ix, parts, then)
+	return plan.Costs(ix, parts, then)
 }
 
 // countStaging computes the size of the slots that tensors are read into.
-func (m *Model) countStaging(o *Estimate, parts []Part, q Prospect) error {
-	gpu := q.onGPU()
+func (o *Estimate) countStaging(m *Model, parts []Part, gpu bool) error {
 	reqs := make([]Request, len(parts))
 	for i, p := range parts {
 		reqs[i] = Request{Tensor: p.Tensor, Hi0: plan.Whole, Hi1: plan.Whole}
@@ -155,20 +154,4 @@ func (m *Model) countStaging(o *Estimate, parts []Part, q Prospect) error {
 	}
 	o.Staging = int64(pipeline.HostSlots(min(mc.Workers(0), len(p.Shares)), mc.RangeBytes > 0)) * p.Slot
 	return nil
-}
-
-// mapped reports for each source whether a load to the host maps its plain tensors.
-func (m *Model) mapped() []bool {
-	maps := make([]bool, len(m.srcs))
-	for i, s := range m.srcs {
-		maps[i] = m.maps(s)
-	}
-	return maps
-}
-
-// inFile reports whether a want can be mapped from its file. maps is the result of mapped.
-func (m *Model) inFile(w *plan.Want, maps []bool) bool {
-	t := &m.ix.Tensors[w.Data]
-	off, row := w.SourceRange(m.ix)
-	return row && maps[t.Source] && !m.ix.Sources[t.Source].Overwire() && off%int64(t.DType.Align()) == 0
 }

@@ -25,7 +25,7 @@ func TestEstimateFake(t *testing.T) {
 		t.Fatal(err)
 	}
 	m := opened(t, Spec{URIs: []string{path}})
-	o, err := m.Estimate(nil, Prospect{Device: "cuda:0", DType: "F32", Item: 4})
+	o, err := EstimateMemory(m, nil, Prospect{Device: "cuda:0", DType: "F32", Item: 4})
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -22,7 +22,7 @@ func TestEstimateStages(t *testing.T) {
 	}{{"mapped", Spec{URIs: []string{plain}}, true}, {"read", Spec{URIs: []string{plain}, Map: &off}, false},
 		{"compressed", Spec{URIs: []string{stored}}, false}} {
 		m := opened(t, c.spec)
-		o, err := m.Estimate(nil, Prospect{Device: "cpu"})
+		o, err := EstimateMemory(m, nil, Prospect{Device: "cpu"})
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -75,7 +75,7 @@ func TestEstimateBudget(t *testing.T) {
 		{[]Part{{Tensor: 1, Elements: math.MinInt64}}, Prospect{}, errs.ErrArgument, ""},
 		{[]Part{{Tensor: 1, Elements: math.MaxInt64}}, Prospect{}, errs.ErrArgument, ""},
 	} {
-		o, err := m.Estimate(c.parts, c.q)
+		o, err := EstimateMemory(m, c.parts, c.q)
 		var at *errs.At
 		switch {
 		case !errors.Is(err, c.class) || c.class != nil && !strings.Contains(err.Error(), c.text):
@@ -92,7 +92,7 @@ func TestEstimateBudget(t *testing.T) {
 			}
 		}
 	}
-	o, err := m.Estimate([]Part{{Tensor: 3, Elements: plan.Whole}}, Prospect{Device: "cuda:3"})
+	o, err := EstimateMemory(m, []Part{{Tensor: 3, Elements: plan.Whole}}, Prospect{Device: "cuda:3"})
 	if err != nil || o.Staging < 1<<20 || o.Pinned != o.Staging {
 		t.Errorf("%+v, %v", o, err)
 	}

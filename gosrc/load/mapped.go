@@ -12,6 +12,7 @@ import (
 	"errors"
 	"slices"
 	"sort"
+	"sync"
 	"unsafe"
 
 	"github.com/overwire/overwire/gosrc/device"
@@ -34,8 +35,9 @@ type mapped struct {
 	block *device.Block
 }
 
-// A fileMapping is the state of one source that the loads of a model share. The model's mu guards it.
+// A fileMapping is the state of one source that the loads of a model share.
 type fileMapping struct {
+	mu            sync.Mutex
 	mapped              // held by the model; its block is nil before the file is mapped
 	owned         spans // bytes that were given out, even if they have been released
 	littles, owns int   // numbers of small loads that were copied, and of private mappings
@@ -84,14 +86,10 @@ func totalBytes(runs []run) (n int64) {
 
 // divideRuns divides the requests of one source into views of the shared mapping, views of a private mapping, and
 // copies. The caller holds the model.
-func (m *Model) divideRuns(source int, runs []run) (shared, own, copies []run) {
+func (f *fileMapping) divideRuns(runs []run) (shared, own, copies []run) {
 	slices.SortFunc(runs, func(a, b run) int { return int(min(1, max(-1, a.off-b.off))) })
-	m.mu.Lock()
-	defer m.mu.Unlock()
-	if m.mappings == nil {
-		m.mappings = make([]fileMapping, len(m.srcs))
-	}
-	f := &m.mappings[source]
+	f.mu.Lock()
+	defer f.mu.Unlock()
 	if f.block == nil && f.littles < littleLoads && totalBytes(runs) < little {
 		f.littles++
 		return nil, nil, runs
@@ -127,9 +125,9 @@ type fileViews struct {
 
 // mapFile gives requests of one source memory in mappings, and returns the requests that must be copied.
 func (v *fileViews) mapFile(m *Model, source int, runs []run, mem []device.Memory) (copies []run, err error) {
-	shared, own, copies := m.divideRuns(source, runs)
+	shared, own, copies := m.mappings[source].divideRuns(runs)
 	if err := v.view(shared, mem, func(holders int64) (mapped, error) {
-		return m.sharedMapping(source, holders)
+		return m.mappings[source].share(m.srcs[source], holders)
 	}); err != nil {
 		return nil, err
 	}
@@ -169,20 +167,17 @@ func (v *fileViews) copyLittle(ctx context.Context, l *Loading) error {
 	return nil
 }
 
-// sharedMapping returns the shared mapping of a source, after adding n holders to it.
-func (m *Model) sharedMapping(source int, n int64) (mapped, error) {
-	m.mu.Lock()
-	defer m.mu.Unlock()
-	f := &m.mappings[source]
+// share returns the shared mapping of its source, after adding n holders to it.
+func (f *fileMapping) share(src source.Source, n int64) (mapped, error) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
 	if f.block == nil {
-		got, err := mapSource(m.srcs[source], 1, true)
+		got, err := mapSource(src, 1, true)
 		if err != nil {
 			return mapped{}, err
 		}
 		f.mapped = got
-	} else if err := withFD(m.srcs[source], func(fd int) error {
-		return cpu.StillHas(fd, m.srcs[source].Size())
-	}); err != nil {
+	} else if err := withFD(src, func(fd int) error { return cpu.StillHas(fd, src.Size()) }); err != nil {
 		return mapped{}, err
 	}
 	for range n {

@@ -1,12 +1,11 @@
 package load
 
-// This file implements Pin, which keeps a model's stored bytes in host memory.
+// This file holds the stored bytes of a pinned model in host memory.
 
 import (
 	"cmp"
 	"context"
 	"sync"
-	"time"
 	"unsafe"
 
 	"github.com/overwire/overwire/gosrc/codec"
@@ -16,8 +15,6 @@ import (
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 	"github.com/overwire/overwire/gosrc/job"
 	"github.com/overwire/overwire/gosrc/plan"
-	"github.com/overwire/overwire/gosrc/source/memory"
-	"github.com/overwire/overwire/gosrc/unpack"
 )
 
 // pinned is the memory of a pinned model, by source.
@@ -35,59 +32,8 @@ type PinReport struct {
 	Seconds float64 `json:"seconds"`
 }
 
-// Pin reads the files of a model, as they are stored, into host memory, verifies every checksum, and closes the files.
-// Later loads read nothing: a GPU copies directly from this memory. The memory is registered with the driver for
-// opt.Device, or else by the first load to a GPU. It is freed after Close and the last load.
-//
-// The job counts the bytes of the files. No load of the model may be running, and none may start before the job has
-// ended. If the job fails, the model is unchanged.
-func (m *Model) Pin(opt Options) (*job.Job, error) {
-	tgt, err := TargetOf(opt.Device)
-	if err != nil {
-		return nil, m.LocateError("open", err)
-	}
-	m.mu.Lock()
-	defer m.mu.Unlock()
-	switch {
-	case m.shut:
-		return nil, errs.New(errs.ErrArgument, "the model is closed")
-	case m.pinning || m.pin != nil:
-		return nil, errs.New(errs.ErrArgument, "the model is already pinned or being pinned")
-	case m.refs != 1:
-		return nil, errs.New(errs.ErrArgument, "loads of the model are running: wait for them before you pin it")
-	}
-	m.pinning = true
-	m.host.NoteRead()
-	m.refs++
-	return job.Start("pin", func(ctx context.Context, j *job.Job) error {
-		defer m.Drop()
-		start := time.Now()
-		p := &pinned{}
-		err := m.readAll(ctx, j, p, opt.Threads)
-		if err == nil && tgt.GPU != nil {
-			err = m.registerPinned(p, tgt.GPU)
-		}
-		m.mu.Lock()
-		defer m.mu.Unlock()
-		m.pinning = false
-		if err != nil {
-			for i := range p.bytes {
-				p.freeSource(i)
-			}
-			return err
-		}
-		m.pin = p
-		for i, b := range p.bytes {
-			_ = m.srcs[i].Close()
-			m.srcs[i] = unpack.Over(m.srcs[i], memory.New(m.ix.Sources[i].URI, b, func() { p.freeSource(i) }))
-		}
-		j.SetReport(PinReport{j.TotalBytes.Load(), time.Since(start).Seconds()})
-		return nil
-	}), nil
-}
-
 // readAll reads every source into memory and compares the checksums of all chunks.
-func (m *Model) readAll(ctx context.Context, j *job.Job, p *pinned, threads int) error {
+func (p *pinned) readAll(ctx context.Context, j *job.Job, m *Model, threads int) error {
 	type part struct {
 		source int
 		off, n int64
@@ -128,12 +74,12 @@ func (m *Model) readAll(ctx context.Context, j *job.Job, p *pinned, threads int)
 	}
 	return spawn.Each(ctx, "pin", cores, len(m.ix.Tensors), func(i int) error {
 		j.Tensors.Add(1)
-		return m.compareSums(p, i)
+		return p.compareSums(m, i)
 	})
 }
 
 // compareSums compares the checksums of a tensor's chunks.
-func (m *Model) compareSums(p *pinned, i int) error {
+func (p *pinned) compareSums(m *Model, i int) error {
 	t := &m.held.Tensors[i]
 	for k, c := range m.held.Chunks[t.First : t.First+t.Count] {
 		if sum := codec.Sum(p.bytes[t.Source][c.Off : c.Off+int64(c.Stored)]); sum != c.Sum {
@@ -145,9 +91,9 @@ func (m *Model) compareSums(p *pinned, i int) error {
 	return nil
 }
 
-// registerPinned registers the memory for all GPUs, through the first GPU that needs it. After an error, the memory
+// register registers the memory for all GPUs, through the first GPU that needs it. After an error, the memory
 // registered so far stays registered, and the next call continues from there.
-func (m *Model) registerPinned(p *pinned, gpu *cuda.Device) error {
+func (p *pinned) register(m *Model, gpu *cuda.Device) error {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	p.gpu = cmp.Or(p.gpu, gpu)

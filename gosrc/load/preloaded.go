@@ -200,57 +200,6 @@ type attached struct {
 	id        source.Identity // the file's identity when preloading began
 }
 
-// FileIdentities returns the identities of the model's files at the time they were opened. known is false if a file has
-// no identity. settled is false if a file may have changed without a new identity.
-func (m *Model) FileIdentities() (ids []source.Identity, settled, known bool) {
-	settled, known = true, true
-	for _, s := range m.srcs {
-		f := s.Facts()
-		ids, settled, known = append(ids, f.Identity), settled && f.Settled, known && f.Identity.Known()
-	}
-	return ids, settled, known
-}
-
-// Reached returns format.Access.Key of the spec that opened the model.
-func (m *Model) Reached() string { return m.key }
-
-// Attach lets loads of the model take the preloaded tensors of its file i until the model is closed. The file has the
-// number `file` in s. id is the file's identity when preloading began. If the model's file has a different identity, or
-// was written to later, Attach does nothing and returns false.
-func (m *Model) Attach(i int, s *Preloaded, file int, id source.Identity) bool {
-	m.mu.Lock()
-	defer m.mu.Unlock()
-	if m.shut || m.pin != nil || m.pinning {
-		return false
-	}
-	if m.preloaded == nil {
-		m.preloaded = make([]attached, len(m.srcs))
-	}
-	if m.preloaded[i].preloaded != nil {
-		return m.preloaded[i].preloaded == s
-	}
-	if !m.srcs[i].Facts().Unchanged(id) || !s.useFile(file, 1) {
-		return false
-	}
-	m.preloaded[i] = attached{s, file, id}
-	return true
-}
-
-// detachPreloaded undoes Attach when the model is closed.
-func (m *Model) detachPreloaded() {
-	for _, j := range m.preloaded {
-		if j.preloaded != nil {
-			j.preloaded.useFile(j.file, -1)
-		}
-	}
-}
-
-// MapsAs reports whether plain tensors of file i of this model and of file k of the other model are either all mapped
-// or all read.
-func (m *Model) MapsAs(i int, other *Model, k int) bool {
-	return m.ix.Sources[i].Overwire() || m.maps(m.srcs[i]) == other.maps(other.srcs[k])
-}
-
 // Mapped reports whether plain tensors of the preloaded file are mapped.
 func (s *Preloaded) Mapped(file int) bool {
 	return slices.ContainsFunc(s.l.wants, func(w plan.Want) bool {
@@ -270,7 +219,7 @@ type due struct {
 }
 
 // servedByPreloaded returns the requests that preloaded tensors serve, or nil if there are none.
-func (m *Model) servedByPreloaded(reqs []Request, wants []plan.Want, tgt Target, opt Options) []*due {
+func servedByPreloaded(m *Model, reqs []Request, wants []plan.Want, tgt Target, opt Options) []*due {
 	m.mu.Lock()
 	sources := slices.Clone(m.preloaded) // Attach may run at the same time
 	m.mu.Unlock()
@@ -314,7 +263,7 @@ func (m *Model) servedByPreloaded(reqs []Request, wants []plan.Want, tgt Target,
 
 // startFromPreloaded starts a load with some requests served by preloaded tensors. A separate load reads the other
 // requests. A third load reads preloaded tensors that turn out to be unavailable.
-func (m *Model) startFromPreloaded(reqs []Request, wants []plan.Want, tgt Target, opt Options,
+func startFromPreloaded(m *Model, reqs []Request, wants []plan.Want, tgt Target, opt Options,
 	all []*due) (*Loading, error) {
 	if err := m.Hold(); err != nil {
 		return nil, err

@@ -5,7 +5,6 @@ package load
 import (
 	"cmp"
 	"context"
-	"runtime"
 	"slices"
 	"time"
 	"unsafe"
@@ -20,117 +19,6 @@ import (
 	"github.com/overwire/overwire/gosrc/plan"
 	"github.com/overwire/overwire/gosrc/source"
 )
-
-// Machine describes the machine and the model's sources for the planner. gpu means that the load goes to a GPU. stepped
-// means that ranges may be read in steps.
-func (m *Model) Machine(gpu bool, threads int, stepped bool) plan.Machine {
-	mc := plan.Machine{Cores: runtime.GOMAXPROCS(0), Threads: cmp.Or(max(0, threads), max(0, knob.Threads.Get()))}
-	for _, s := range m.srcs {
-		f := s.Facts()
-		mc.Concurrency = max(mc.Concurrency, f.Concurrency)
-		mc.DirectIO = mc.DirectIO || f.File != nil
-		stepped = stepped && f.Ranges != nil
-		mc.RangeBytes = max(mc.RangeBytes, f.RangeBytes)
-	}
-	if !stepped {
-		mc.RangeBytes = 0
-	}
-	if gpu {
-		_, mc.SlotBytes = Ring(mc)
-	}
-	return mc
-}
-
-// Start checks the requests, allocates their memory and starts to load. If reqs is nil, it loads every tensor.
-// Destinations in requests must stay valid until the job has ended.
-func (m *Model) Start(reqs []Request, opt Options) (*Loading, error) {
-	if reqs == nil {
-		reqs = make([]Request, len(m.ix.Tensors))
-		for i := range reqs {
-			reqs[i] = Request{Tensor: int64(i), Hi0: plan.Whole, Hi1: plan.Whole}
-		}
-	}
-	wants, err := plan.Check(m.ix, reqs)
-	if err != nil {
-		return nil, err
-	}
-	tgt, err := TargetOf(opt.Device)
-	if err != nil {
-		return nil, m.LocateError("open", err)
-	}
-	tgt.inPlace = opt.InPlace
-	if err := knob.Read.Check(opt.Read); err != nil {
-		return nil, errs.New(errs.ErrArgument, "read %q: %v", opt.Read, err)
-	}
-	if all := m.servedByPreloaded(reqs, wants, tgt, opt); all != nil {
-		return m.startFromPreloaded(reqs, wants, tgt, opt, all)
-	}
-	return m.startRequests(reqs, wants, tgt, opt)
-}
-
-// startRequests is like Start, but does not use preloaded tensors.
-func (m *Model) startRequests(reqs []Request, wants []plan.Want, tgt Target, opt Options) (_ *Loading, err error) {
-	if err := m.Hold(); err != nil {
-		return nil, err
-	}
-	l := newLoading(m, tgt, wants)
-	defer func() {
-		if err != nil {
-			cpu.Release(l.out.mem)
-			m.Drop()
-		}
-	}()
-	if l.casts, err = castsOf(m.ix, wants, tgt, opt.Cast); err != nil {
-		return nil, err
-	}
-	if err = l.allocateRequests(reqs); err != nil {
-		return nil, err
-	}
-	// Allocate here and not in the job, so the caller can free memory and try again if there is not enough.
-	l.machine = m.Machine(tgt.GPU != nil, opt.Threads, true)
-	if opt.After == nil && !l.bindsMeanwhile() {
-		if l.queue.queue, err = tgt.Queue(0, l.machine); err != nil {
-			return nil, m.LocateError("stage", err)
-		}
-	}
-	begin := l.job.Go
-	if opt.After == nil && l.isShort() {
-		begin = l.job.RunHere
-	}
-	begin(func(ctx context.Context, j *job.Job) error {
-		defer l.afterWorkers()
-		err := runLoad(ctx, j, l, reqs, opt)
-		m.Distrust(err)
-		return err
-	})
-	return l, nil
-}
-
-// LoadWhole loads whole tensors by number and returns the memory of each. nil loads all tensors. The caller releases
-// the memory.
-func (m *Model) LoadWhole(ctx context.Context, tensors []int, opt Options) ([]device.Memory, error) {
-	var reqs []Request
-	for _, i := range tensors {
-		reqs = append(reqs, Request{Tensor: int64(i), Hi0: plan.Whole, Hi1: plan.Whole})
-	}
-	l, err := m.Start(reqs, opt)
-	if err != nil {
-		return nil, err
-	}
-	defer l.Close()
-	if err := l.AwaitEnd(ctx); err != nil {
-		return nil, err
-	}
-	mem := make([]device.Memory, l.Len())
-	for k := range mem {
-		var ok bool
-		if mem[k], _, _, ok = l.Take(k); !ok {
-			cpu.Release(mem)
-			return nil, errs.New(errs.ErrEngine, "request %d of %d was not loaded", k, l.Len())
-		}
-	}
-	return mem, nil
-}
 
 // An execution holds the plan of a load and the destinations of its requests.
 type execution struct {
@@ -289,7 +177,7 @@ func (s *execution) prepareQueue() (*queue.Queue, error) {
 		return nil, nil
 	}
 	if pin := l.model.pin; pin != nil {
-		if err := l.model.registerPinned(pin, l.target.GPU); err != nil {
+		if err := pin.register(l.model, l.target.GPU); err != nil {
 			return nil, err
 		}
 	}

@@ -1,7 +1,7 @@
 package load
 
-// This file computes file identities, digests of samples, and digests of a model's tensors on a GPU. Ranks that open a
-// model's files at different times compare the identities to detect changes.
+// This file computes digests of the layout of a model's files, of samples, and of tensors on a GPU. Ranks that open a
+// model's files at different times compare them to detect changes.
 
 import (
 	"context"
@@ -17,6 +17,7 @@ import (
 	"github.com/overwire/overwire/gosrc/device/cuda"
 	"github.com/overwire/overwire/gosrc/device/cuda/stream"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
+	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
@@ -41,37 +42,9 @@ type State struct {
 	Sample string `json:"sample"`
 }
 
-// FileStates returns a State for each file of the model. It reads nothing except samples.
-func (m *Model) FileStates(ctx context.Context, samples bool) ([]State, error) {
-	if samples {
-		if err := m.Hold(); err != nil {
-			return nil, m.LocateError("open", err)
-		}
-		defer m.Drop()
-	}
-	layouts := m.layoutDigests()
-	states := make([]State, len(m.srcs))
-	for i, s := range m.srcs {
-		f := s.Facts()
-		id := f.Identity
-		states[i] = State{
-			Device: id.Device, Inode: id.Inode, Size: m.held.Sources[i].Size, Modified: id.Modified,
-			Changed: id.Changed, Pin: id.Pin, Network: f.Remote && f.File != nil, Layout: layouts[i],
-			Sealed: m.held.Sources[i].Overwire(),
-		}
-		if samples && !states[i].Sealed && id.Pin == "" {
-			var err error
-			if states[i].Sample, err = m.sampleDigest(ctx, i, &states[i]); err != nil {
-				return nil, err
-			}
-		}
-	}
-	return states, nil
-}
-
 // layoutDigests returns State.Layout for each source.
-func (m *Model) layoutDigests() []string {
-	sums := make([]hash.Hash, len(m.held.Sources))
+func layoutDigests(ix *tensor.Index) []string {
+	sums := make([]hash.Hash, len(ix.Sources))
 	b := []byte{}
 	put := func(v ...int64) {
 		for _, n := range v {
@@ -79,13 +52,13 @@ func (m *Model) layoutDigests() []string {
 		}
 	}
 	for i := range sums {
-		s := &m.held.Sources[i]
+		s := &ix.Sources[i]
 		sums[i], b = sha256.New(), b[:0]
 		put(s.Size, s.Data)
 		sums[i].Write(append(b, s.Format...))
 	}
-	for i := range m.held.Tensors {
-		t := &m.held.Tensors[i]
+	for i := range ix.Tensors {
+		t := &ix.Tensors[i]
 		b = b[:0]
 		put(int64(len(t.Name)), t.Off, t.Bytes, int64(t.Alias), int64(t.DType), int64(t.Parts), int64(t.ChunkBytes),
 			int64(len(t.Shape)))
@@ -95,7 +68,7 @@ func (m *Model) layoutDigests() []string {
 			t = &tensor.Tensor{Source: t.Source}
 		}
 		for k := range t.Count {
-			c := &m.held.Chunks[t.First+k]
+			c := &ix.Chunks[t.First+k]
 			put(c.Off, int64(c.Stored), int64(c.Logical), int64(c.Sum), int64(c.Codec), int64(c.Transform),
 				int64(c.SegTiles))
 		}
@@ -115,11 +88,11 @@ const (
 )
 
 // sampleDigest returns State.Sample of a file.
-func (m *Model) sampleDigest(ctx context.Context, file int, s *State) (string, error) {
+func sampleDigest(ctx context.Context, ix *tensor.Index, file int, src source.Source, state *State) (string, error) {
 	type sample struct{ off, end int64 }
 	var samples []sample
-	for i := range m.held.Tensors {
-		t := &m.held.Tensors[i]
+	for i := range ix.Tensors {
+		t := &ix.Tensors[i]
 		if int(t.Source) != file || t.Alias >= 0 || t.Stored == 0 {
 			continue
 		}
@@ -127,12 +100,12 @@ func (m *Model) sampleDigest(ctx context.Context, file int, s *State) (string, e
 		for k := range n { // in the middle of each of n equal parts
 			lo, hi := t.Off+t.Stored/n*k, t.Off+t.Stored/n*(k+1)
 			lo = max(lo, lo+(hi-lo-sampleBytes)/2)
-			samples = append(samples, sample{lo, min(lo+sampleBytes, hi, s.Size)})
+			samples = append(samples, sample{lo, min(lo+sampleBytes, hi, state.Size)})
 		}
 	}
 	sum, workers := sha256.New(), min(8, runtime.GOMAXPROCS(0))
-	if s.Network {
-		fmt.Fprintf(sum, "%d\n", s.Changed)
+	if state.Network {
+		fmt.Fprintf(sum, "%d\n", state.Changed)
 		workers = 32 // each read may wait for a server
 	}
 	const batch = 16
@@ -141,7 +114,7 @@ func (m *Model) sampleDigest(ctx context.Context, file int, s *State) (string, e
 		h, b := sha256.New(), make([]byte, sampleBytes)
 		for _, s := range samples[i*batch : min((i+1)*batch, len(samples))] {
 			part := b[:max(0, s.end-s.off)]
-			if err := m.srcs[file].ReadAt(ctx, part, s.off); err != nil {
+			if err := src.ReadAt(ctx, part, s.off); err != nil {
 				return err
 			}
 			h.Write(part)
@@ -161,7 +134,7 @@ const digestBytes = 256 << 20
 // Digests loads tensors onto a GPU in batches and computes their digests there. It frees the memory after each
 // batch. It reads a tensor only once even if it has aliases. done gets each tensor's number and digest. The error is
 // errs.ErrMemory if the GPU has no space for the next batch.
-func (m *Model) Digests(ctx context.Context, gpu int, tensors []int, done func(i int, sum digest.Sum)) error {
+func Digests(ctx context.Context, m *Model, gpu int, tensors []int, done func(i int, sum digest.Sum)) error {
 	d, err := cuda.Open(gpu)
 	if err != nil {
 		return err
@@ -184,7 +157,7 @@ func (m *Model) Digests(ctx context.Context, gpu int, tensors []int, done func(i
 			size += m.ix.Tensors[holders[n]].Bytes
 			n++
 		}
-		sums, err := m.digestBatch(ctx, d, gpu, holders[:n])
+		sums, err := digestBatch(ctx, d, m, gpu, holders[:n])
 		if err != nil {
 			return err
 		}
@@ -198,7 +171,7 @@ func (m *Model) Digests(ctx context.Context, gpu int, tensors []int, done func(i
 	return nil
 }
 
-func (m *Model) digestBatch(ctx context.Context, d *cuda.Device, gpu int, tensors []int) ([]digest.Sum, error) {
+func digestBatch(ctx context.Context, d *cuda.Device, m *Model, gpu int, tensors []int) ([]digest.Sum, error) {
 	mem, err := m.LoadWhole(ctx, tensors, Options{Device: fmt.Sprintf("cuda:%d", gpu)})
 	if err != nil {
 		return nil, err

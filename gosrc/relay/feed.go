@@ -24,17 +24,23 @@ const mostGroups = 2
 
 // A feedQueue copies the slots that readers have filled to this rank's buffers on the GPU. Each copy waits until the
 // piece that used the buffer before has been decoded. Readers do not wait for the driver, which serves one thread at a
-// time: moveOnce submits all waiting slots as one group and polls for its end.
+// time: moveOnce has feeder submit all waiting slots as one group, and polls for its end.
 type feedQueue struct {
 	*queue.Queue
+	feeder *feeder
+	ask    func(ctx context.Context, ready func() bool) error // mover.askUntil
+}
+
+// A feeder submits the filled slots of a queue in groups.
+type feeder struct {
+	queue   *queue.Queue
 	lay     *layout
 	prog    *progress
 	counts  *profile
-	ask     func(ctx context.Context, ready func() bool) error // mover.askUntil
-	todo    chan submission                                    // has space for all slots, so readers never wait
-	waiting atomic.Int64                                       // filled slots not yet submitted to the driver
-	mu      sync.Mutex                                         // held in submitAndFinish
-	all     []submission                                       // slots that submitAndFinish submits; guarded by mu
+	todo    chan submission // has space for all slots, so readers never wait
+	waiting atomic.Int64    // filled slots not yet submitted to the driver
+	mu      sync.Mutex      // held in submitAndFinish
+	all     []submission    // slots that submitAndFinish submits; guarded by mu
 }
 
 // A submission is a filled slot and the piece that it belongs to.
@@ -58,26 +64,26 @@ func (q *feedQueue) GetFor(ctx context.Context, reader int) (device.Slot, error)
 
 // submitAndFinish submits the waiting slots unless mostGroups are in flight, and finishes the slots that the GPU has
 // copied. It reports whether it did either. It returns immediately if another goroutine is running it.
-func (q *feedQueue) submitAndFinish() bool {
-	if !q.mu.TryLock() {
+func (f *feeder) submitAndFinish() bool {
+	if !f.mu.TryLock() {
 		return false
 	}
-	defer q.mu.Unlock()
-	q.all = q.all[:0]
-	for q.CountFlying() < mostGroups && len(q.todo) > 0 { // only the holder of mu receives from todo
-		q.all = append(q.all, <-q.todo)
+	defer f.mu.Unlock()
+	f.all = f.all[:0]
+	for f.queue.CountFlying() < mostGroups && len(f.todo) > 0 { // only the holder of mu receives from todo
+		f.all = append(f.all, <-f.todo)
 	}
-	if len(q.all) > 0 {
-		q.submitSafely(q.all)
+	if len(f.all) > 0 {
+		f.submitSafely(f.all)
 	}
-	return q.FinishEnded() || len(q.all) > 0
+	return f.queue.FinishEnded() || len(f.all) > 0
 }
 
 // submitSafely submits slots together. After a panic, each of their tasks is reported with its error. That may include
 // finished tasks, which does no harm, because only the first error counts.
-func (q *feedQueue) submitSafely(all []submission) {
-	defer q.waiting.Add(int64(-len(all)))
-	err := spawn.Guard("relay feed", func() error { q.submitSlots(all); return nil })
+func (f *feeder) submitSafely(all []submission) {
+	defer f.waiting.Add(int64(-len(all)))
+	err := spawn.Guard("relay feed", func() error { f.submitSlots(all); return nil })
 	for i := range all {
 		for task := 0; err != nil && task < len(all[i].Tasks); task++ {
 			all[i].Done(task, err)
@@ -88,39 +94,40 @@ func (q *feedQueue) submitSafely(all []submission) {
 // Submit hands a filled slot to moveOnce and returns immediately. Later failures are reported for each task. tasks is
 // a subslice of lay.fetch.Tasks, and its position there determines the piece.
 func (q *feedQueue) Submit(s device.Slot, n int64, tasks []device.DecodeTask, done func(task int, err error)) error {
-	all := q.lay.fetch.Tasks
+	f := q.feeder
+	all := f.lay.fetch.Tasks
 	first := cap(all) - cap(tasks) // position of tasks in all
 	if len(tasks) == 0 || first < 0 || first >= len(all) || &all[first] != &tasks[0] {
 		q.Put(s)
 		return errs.New(errs.ErrEngine, "group load: the submitted tasks are not part of the fetch plan")
 	}
-	q.waiting.Add(1)
-	q.counts.countFlight(n)
+	f.waiting.Add(1)
+	f.counts.countFlight(n)
 	left := len(tasks)
 	finish := func(task int, err error) {
 		if left--; left == 0 {
-			q.counts.countFlight(-n)
+			f.counts.countFlight(-n)
 		}
 		done(task, err)
 	}
 	slot := queue.FilledSlot{Slot: s.(*queue.Slot), N: n, Tasks: tasks, Done: finish}
-	q.todo <- submission{slot, q.lay.pieceOfTask(int32(first))}
+	f.todo <- submission{slot, f.lay.pieceOfTask(int32(first))}
 	return nil
 }
 
 // submitSlots submits slots together. The slots of the first pieces come first, because other ranks wait for them.
-func (q *feedQueue) submitSlots(all []submission) {
+func (f *feeder) submitSlots(all []submission) {
 	isSubmitted := false
-	defer q.counts.countDriverTime(time.Now())
+	defer f.counts.countDriverTime(time.Now())
 	defer func() {
 		// a panic came before Submit: return the slots, because Close waits for every slot
 		for i := 0; i < len(all) && !isSubmitted; i++ {
-			q.Put(all[i].Slot)
+			f.queue.Put(all[i].Slot)
 		}
 	}()
 	for i := range all {
 		s := &all[i]
-		s.Slot.FollowEvent(q.prog.eventBeforeFill(s.piece, q.lay.spec.Rank))
+		s.Slot.FollowEvent(f.prog.eventBeforeFill(s.piece, f.lay.spec.Rank))
 		s.Slot.AllowGapWrites() // a share has the same gaps as the file, and no rank needs the bytes in them
 	}
 	slices.SortStableFunc(all, func(a, b submission) int { return cmp.Compare(a.piece, b.piece) })
@@ -129,14 +136,14 @@ func (q *feedQueue) submitSlots(all []submission) {
 		slots[i] = all[i].FilledSlot
 	}
 	isSubmitted = true
-	q.SubmitAll(slots)
+	f.queue.SubmitAll(slots)
 }
 
 // Drain submits the waiting slots and waits until all slots have finished.
 func (q *feedQueue) Drain(ctx context.Context) error {
 	var pace peers.Pacer
-	for q.waiting.Load() > 0 || q.CountFlying() > 0 {
-		pace.RestUnless(q.submitAndFinish())
+	for q.feeder.waiting.Load() > 0 || q.CountFlying() > 0 {
+		pace.RestUnless(q.feeder.submitAndFinish())
 	}
 	return q.Queue.Drain(ctx)
 }

@@ -95,7 +95,7 @@ var steps = []func(*mover) (bool, error){
 // work. If a step fails or panics, the job ends before moveOnce unlocks turn, and no step runs after that: otherwise,
 // what the failed step has decoded would be counted twice.
 func (m *mover) moveOnce() bool {
-	hasMoved := m.feed != nil && m.feed.submitAndFinish()
+	hasMoved := m.feed != nil && m.feed.feeder.submitAndFinish()
 	if !m.turn.TryLock() {
 		return hasMoved
 	}

@@ -179,8 +179,8 @@ func (r *Relay) makeQueues() error {
 		return err
 	}
 	slots, _ := load.Ring(r.machine)
-	r.move.feed = &feedQueue{Queue: feed, lay: r.lay, prog: r.prog, counts: &r.counts, ask: r.move.askUntil,
-		todo: make(chan submission, slots)}
+	feeder := &feeder{queue: feed, lay: r.lay, prog: r.prog, counts: &r.counts, todo: make(chan submission, slots)}
+	r.move.feed = &feedQueue{feed, feeder, r.move.askUntil}
 	feed.UsePolling()
 	r.sums.arrivals = make(chan int, len(r.lay.pieces))
 	q, err := gpu.Queue(batches+slotsForSums, queue.TablesOnly)

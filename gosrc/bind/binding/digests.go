@@ -94,7 +94,7 @@ func (q *digestsRequest) onGPUs(ctx context.Context, j *job.Job, rows map[string
 		}
 	}
 	for gpu, tensors := range by {
-		err := m.Digests(ctx, gpu, tensors, func(i int, sum digest.Sum) {
+		err := load.Digests(ctx, m, gpu, tensors, func(i int, sum digest.Sum) {
 			t := &ix.Tensors[i]
 			rows[t.Name].Digest = sum.String()
 			j.Bytes.Add(t.Bytes)

@@ -80,7 +80,7 @@ func modelVerbs() []*Verb {
 				if err != nil {
 					return load.Estimate{}, err
 				}
-				return m.Estimate(parts, q)
+				return load.EstimateMemory(m, parts, q)
 			})).ints("model").
 			tail("pairs of a tensor and its number of elements (-1 means all), or nothing for all tensors"),
 		answered("kept_blocks", "Return the numbers of the blocks that an offload keeps on the device.",

@@ -26,18 +26,18 @@ type tables256 struct {
 	freq, values         [32]uint8
 }
 
-func (t *tables256) build(d *decoder) {
-	bias := d.table.aliasBias()
+func (t *tables256) build(y *symbols) {
+	bias := y.table.aliasBias()
 	for b := range 16 {
 		for i := b; i < 32; i += 16 {
-			t.divider[i] = d.table.divider[b]
-			t.alias[i] = d.table.alias[b]
+			t.divider[i] = y.table.divider[b]
+			t.alias[i] = y.table.alias[b]
 			t.bias[i] = uint8(16)
-			if d.table.divider[b] < 16 {
+			if y.table.divider[b] < 16 {
 				t.bias[i] = uint8(16 + bias[b])
 			}
-			t.freq[i] = d.table.freq[b]
-			t.values[i] = d.values[b]
+			t.freq[i] = y.table.freq[b]
+			t.values[i] = y.values[b]
 		}
 	}
 }
@@ -101,8 +101,8 @@ func (d *decoder) kernel256(run []*segment) {
 	low4, c16 := archsimd.BroadcastUint32x8(15), archsimd.BroadcastUint32x8(16)
 	byte0 := archsimd.BroadcastUint32x8(0x80808000)
 	by8 := archsimd.LoadInt8x32(&shift8)
-	base := unsafe.Pointer(unsafe.SliceData(d.src))
-	most := len(d.src) - slack
+	base := unsafe.Pointer(unsafe.SliceData(d.chunk.src))
+	most := len(d.chunk.src) - slack
 	tiles := 0
 	for ; tiles < want && max(cursor[0], cursor[1], cursor[2], cursor[3]) <= most; tiles++ {
 		for pair := range 4 {
@@ -172,10 +172,10 @@ func (d *decoder) tile256(acc *[4][lanes]uint32, out *[tileSyms]byte) (escs int)
 		lo.AsUint8x32().Store((*[32]uint8)(out[8*h+64:]))
 		hi.AsUint8x32().Store((*[32]uint8)(out[8*h+96:]))
 	}
-	if d.escape < 0 {
+	if d.chunk.symbols.escape < 0 {
 		return 0
 	}
-	sentinel := archsimd.BroadcastUint8x32(d.sentinel)
+	sentinel := archsimd.BroadcastUint8x32(d.chunk.symbols.sentinel)
 	for i := 0; i < tileSyms; i += 32 {
 		if m := archsimd.LoadUint8x32((*[32]uint8)(out[i:])).Equal(sentinel).ToBits(); m != 0 {
 			escs += bits.OnesCount32(m)

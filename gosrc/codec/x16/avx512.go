@@ -102,8 +102,8 @@ func (d *decoder) kernel512(run []*segment) {
 	entry1 := archsimd.LoadUint32x16((*[16]uint32)(d.fast.entry[16:]))
 	low8, not15 := archsimd.BroadcastUint32x16(255), archsimd.BroadcastUint32x16(^uint32(15))
 	begin, pick := archsimd.BroadcastUint32x16(start), archsimd.LoadInt8x64(&pickBias)
-	base := unsafe.Pointer(unsafe.SliceData(d.src))
-	most := len(d.src) - slack
+	base := unsafe.Pointer(unsafe.SliceData(d.chunk.src))
+	most := len(d.chunk.src) - slack
 	tiles := 0
 	for ; tiles < want && max(cursor[0], cursor[1], cursor[2], cursor[3]) <= most; tiles++ {
 		for range 4 {

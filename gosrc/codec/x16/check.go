@@ -21,10 +21,10 @@ func Check(src []byte, c tensor.Chunk) error {
 	}
 	d := decoders.Get().(*decoder)
 	defer decoders.Put(d)
-	err := d.parseChunk(target[:c.Logical:c.Logical], src, c.Transform, c.SegTiles)
-	d.dst = nil
-	for seg := 0; err == nil && seg < d.segs; seg++ {
-		at := d.segmentOffset(seg)
+	err := d.chunk.parse(target[:c.Logical:c.Logical], src, c.Transform, c.SegTiles)
+	d.chunk.dst = nil
+	for seg := 0; err == nil && seg < d.chunk.segs; seg++ {
+		at := d.chunk.segmentOffset(seg)
 		low := ^uint32(0)
 		for l := range lanes {
 			low = min(low, binary.LittleEndian.Uint32(src[at+4*l:]))
@@ -33,7 +33,7 @@ func Check(src []byte, c tensor.Chunk) error {
 			err = corruptError("segment %d begins with state %d, expected at least 65536", seg, low)
 		}
 	}
-	d.src = nil
+	d.chunk.src = nil
 	return err
 }
 

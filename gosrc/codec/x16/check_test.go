@@ -26,11 +26,11 @@ func TestCheck(t *testing.T) {
 				t.Fatalf("%s: %v", s.name, err)
 			}
 			d := decoders.Get().(*decoder)
-			if err := d.parseChunk(make([]byte, len(s.data)), chunk, c.Transform, st); err != nil ||
-				Segments(c) != max(1, d.segs) && !d.one {
-				t.Errorf("%s: %d segments, the directory has %d: %v", s.name, Segments(c), d.segs, err)
+			if err := d.chunk.parse(make([]byte, len(s.data)), chunk, c.Transform, st); err != nil ||
+				Segments(c) != max(1, d.chunk.segs) && !d.chunk.symbols.one {
+				t.Errorf("%s: %d segments, the directory has %d: %v", s.name, Segments(c), d.chunk.segs, err)
 			}
-			d.src, d.dst = nil, nil
+			d.chunk.src, d.chunk.dst = nil, nil
 			decoders.Put(d)
 			for range 30 {
 				p := bytes.Clone(chunk)

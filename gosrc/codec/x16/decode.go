@@ -68,31 +68,31 @@ func DecodeAt(level Level, dst, src []byte, transform uint8, segTiles uint16) er
 	d := decoders.Get().(*decoder)
 	d.level = level
 	err := d.decodeChunk(dst, src, transform, segTiles)
-	d.src, d.dst = nil, nil
+	d.chunk.src, d.chunk.dst = nil, nil
 	decoders.Put(d)
 	return err
 }
 
 func (d *decoder) decodeChunk(dst, src []byte, transform uint8, segTiles uint16) error {
-	if err := d.parseChunk(dst, src, transform, segTiles); err != nil {
+	if err := d.chunk.parse(dst, src, transform, segTiles); err != nil {
 		return err
 	}
-	copy(dst[d.tiles*d.tileBytes():], src[d.tailAt:])
-	if d.one {
+	copy(dst[d.chunk.tiles*d.chunk.tileBytes():], src[d.chunk.tailAt:])
+	if d.chunk.symbols.one {
 		d.decodeOne()
 		return nil
 	}
-	d.buildSlots()
+	d.slots.build(&d.chunk.symbols)
 	if d.level > Scalar {
-		d.fast.build(d)
+		d.fast.build(d.level, &d.chunk.symbols)
 	}
 	// Decode several segments together: the work on one hides the latency of another.
-	for seg := 0; seg < d.segs; {
-		n := min(len(d.run), d.segs-seg)
+	for seg := 0; seg < d.chunk.segs; {
+		n := min(len(d.run), d.chunk.segs-seg)
 		run := d.run[:n]
 		for i := range run {
 			run[i].vals = &d.vals[i]
-			if err := d.beginSegment(&run[i], seg+i); err != nil {
+			if err := d.chunk.beginSegment(&run[i], seg+i); err != nil {
 				return err
 			}
 		}
@@ -100,7 +100,7 @@ func (d *decoder) decodeChunk(dst, src []byte, transform uint8, segTiles uint16)
 			return err
 		}
 		for i := range run {
-			if err := d.finishSegment(&run[i]); err != nil {
+			if err := d.chunk.finishSegment(&run[i]); err != nil {
 				return err
 			}
 		}
@@ -131,42 +131,28 @@ func (d *decoder) decodeSegments(run []segment) error {
 
 // decodeOne decodes a chunk that contains only one symbol.
 func (d *decoder) decodeOne() {
-	v := d.palette[d.symbol]
+	v := d.chunk.symbols.palette[d.chunk.symbols.symbol]
 	vals := d.vals[0][:fillTiles*tileSyms]
 	for i := range vals {
 		vals[i] = v
 	}
-	for t := 0; t < d.tiles; t += fillTiles {
-		d.mergeTiles(vals[:min(fillTiles, d.tiles-t)*tileSyms], t)
+	for t := 0; t < d.chunk.tiles; t += fillTiles {
+		d.mergeTiles(vals[:min(fillTiles, d.chunk.tiles-t)*tileSyms], t)
 	}
-}
-
-// planesOf returns the bytes of each plane for the n tiles from tile on.
-func (d *decoder) planesOf(tile, n int) (p [maxPlanes][]byte) {
-	for i, bits := range d.form.planes {
-		size := n * tileSyms / 8 * bits
-		if d.constant[i] {
-			p[i] = d.fills[i][:size]
-		} else {
-			at := d.planeAt[i] + tile*tileSyms/8*bits
-			p[i] = d.src[at : at+size]
-		}
-	}
-	return
 }
 
 // mergeTiles joins the values of whole tiles with their planes into elements in dst.
 func (d *decoder) mergeTiles(vals []byte, tile int) {
-	size := d.tileBytes()
+	size := d.chunk.tileBytes()
 	for len(vals) > 0 {
 		n := len(vals) / tileSyms
-		if d.constant != [maxPlanes]bool{} {
+		if d.chunk.constant != [maxPlanes]bool{} {
 			n = min(n, fillTiles)
 		}
-		dst := d.dst[tile*size : (tile+n)*size]
-		p := d.planesOf(tile, n)
-		if d.level == Scalar || !mergeFast(d.level, d.transform, dst, vals[:n*tileSyms], &p) {
-			mergeScalar(d.transform, dst, vals[:n*tileSyms], &p)
+		dst := d.chunk.dst[tile*size : (tile+n)*size]
+		p := d.chunk.planesOf(tile, n)
+		if d.level == Scalar || !mergeFast(d.level, d.chunk.transform, dst, vals[:n*tileSyms], &p) {
+			mergeScalar(d.chunk.transform, dst, vals[:n*tileSyms], &p)
 		}
 		tile += n
 		vals = vals[n*tileSyms:]

@@ -22,10 +22,10 @@ type tablesNEON struct {
 
 type fastTables struct{ neon tablesNEON }
 
-func (f *fastTables) build(d *decoder) {
+func (f *fastTables) build(_ Level, y *symbols) {
 	t := &f.neon
-	t.divider, t.alias, t.freq, t.values = d.table.divider, d.table.alias, d.table.freq, d.values
-	for b, bias := range d.table.aliasBias() {
+	t.divider, t.alias, t.freq, t.values = y.table.divider, y.table.alias, y.table.freq, y.values
+	for b, bias := range y.table.aliasBias() {
 		t.bias[b] = uint8(bias)
 	}
 }
@@ -72,15 +72,15 @@ func (d *decoder) decodeFast(run []segment) {
 	if d.level != NEON {
 		return
 	}
-	most := len(d.src) - slack
+	most := len(d.chunk.src) - slack
 	for i := range run {
 		s := &run[i]
 		from := s.got
 		for ; s.got < s.want && s.cur <= most; s.got++ {
-			s.cur += tileNEON(&s.x, &d.src[s.cur], &d.fast.neon, (*[tileSyms]byte)(s.vals[s.got*tileSyms:]))
+			s.cur += tileNEON(&s.x, &d.chunk.src[s.cur], &d.fast.neon, (*[tileSyms]byte)(s.vals[s.got*tileSyms:]))
 		}
-		if d.escape >= 0 {
-			s.escs += bytes.Count(s.vals[from*tileSyms:s.got*tileSyms], []byte{d.sentinel})
+		if d.chunk.symbols.escape >= 0 {
+			s.escs += bytes.Count(s.vals[from*tileSyms:s.got*tileSyms], []byte{d.chunk.symbols.sentinel})
 		}
 	}
 }

@@ -42,29 +42,38 @@ type laneMemory struct {
 	symbols [4][4][lanes]uint32 // AVX2: two bytes per lane for each pair of steps
 }
 
-// A decoder is the state of decoding one chunk. Decoders are pooled, because they take about 150 KB, too much for the
-// stack of every goroutine.
-type decoder struct {
+// symbols are the symbols of a chunk, and their values.
+type symbols struct {
+	one      bool  // mode 1: the chunk has only one symbol
+	symbol   uint8 // the only symbol in mode 1
+	escape   int   // the escape symbol, or -1
+	sentinel byte  // value that marks an escape; no other symbol has it
+	palette  [16]byte
+	values   [16]byte // palette with the sentinel
+	table    table
+}
+
+// A chunk is a parsed chunk and its destination.
+type chunk struct {
 	form      *form
 	transform uint8
-	level     Level
 	src, dst  []byte
-	tiles     int   // T in docs/format.md
-	segTiles  int   // S in docs/format.md
-	segs      int   // G in docs/format.md
-	one       bool  // mode 1: the chunk has only one symbol
-	symbol    uint8 // the only symbol in mode 1
-	escape    int   // the escape symbol, or -1
-	sentinel  byte  // value that marks an escape; no other symbol has it
-	palette   [16]byte
-	values    [16]byte // palette with the sentinel
-	table     table
+	tiles     int // T in docs/format.md
+	segTiles  int // S in docs/format.md
+	segs      int // G in docs/format.md
+	symbols   symbols
 	planeAt   [maxPlanes]int // offset in src; constant planes have their own copy
 	constant  [maxPlanes]bool
 	tailAt    int
+	fills     [maxPlanes][fillTiles * tileSyms]byte // bytes of a constant plane
+}
 
-	fills  [maxPlanes][fillTiles * tileSyms]byte // bytes of a constant plane
-	vals   [4][batch * tileSyms]byte             // symbol values, in natural order
+// A decoder is the state of decoding one chunk. Decoders are pooled, because they take about 150 KB, too much for the
+// stack of every goroutine.
+type decoder struct {
+	vals   [4][batch * tileSyms]byte // symbol values, in natural order; first, so that it is aligned to a cache line
+	level  Level
+	chunk  chunk
 	run    [4]segment
 	lanes  *laneMemory
 	active [4]*segment
@@ -76,61 +85,61 @@ func corruptError(format string, args ...any) error {
 	return errs.New(errs.ErrCorrupt, format, args...)
 }
 
-// parseChunk checks everything that can be checked before words are decoded. After that, every offset in d is inside
+// parse checks everything that can be checked before words are decoded. After that, every offset in c is inside
 // src and every count fits dst.
-func (d *decoder) parseChunk(dst, src []byte, transform uint8, segTiles uint16) error {
+func (c *chunk) parse(dst, src []byte, transform uint8, segTiles uint16) error {
 	if !isTransform(transform) {
 		return corruptError("unknown X16 transform %d", transform)
 	}
 	f := &forms[transform]
-	d.form, d.transform, d.src, d.dst = f, transform, src, dst
+	c.form, c.transform, c.src, c.dst = f, transform, src, dst
 	if len(src) < headerBytes {
 		return corruptError("an X16 chunk has only %d bytes", len(src))
 	}
 	if segTiles < 1 || segTiles > maxSegTiles {
 		return corruptError("invalid segment length: %d tiles per segment", segTiles)
 	}
-	d.tiles = len(dst) * 8 / f.bits / tileSyms
-	if t := binary.LittleEndian.Uint32(src[4:]); t == 0 || uint64(t) != uint64(d.tiles) {
-		return corruptError("the chunk states %d tiles, but %d bytes have %d", t, len(dst), d.tiles)
+	c.tiles = len(dst) * 8 / f.bits / tileSyms
+	if t := binary.LittleEndian.Uint32(src[4:]); t == 0 || uint64(t) != uint64(c.tiles) {
+		return corruptError("the chunk states %d tiles, but %d bytes have %d", t, len(dst), c.tiles)
 	}
-	d.segTiles = int(segTiles)
-	if err := d.parseHeader(); err != nil {
+	c.segTiles = int(segTiles)
+	if err := c.parseHeader(); err != nil {
 		return err
 	}
 	at := headerBytes
-	d.segs = 0
-	if !d.one {
-		d.segs = (d.tiles + d.segTiles - 1) / d.segTiles
+	c.segs = 0
+	if !c.symbols.one {
+		c.segs = (c.tiles + c.segTiles - 1) / c.segTiles
 		var err error
-		if at, err = d.parseDirectory(); err != nil {
+		if at, err = c.parseDirectory(); err != nil {
 			return err
 		}
 	}
 	for i, bits := range f.planes {
-		d.planeAt[i] = at
-		if !d.constant[i] {
-			at += d.tiles * tileSyms / 8 * bits
+		c.planeAt[i] = at
+		if !c.constant[i] {
+			at += c.tiles * tileSyms / 8 * bits
 		}
 	}
-	d.tailAt = at
-	if rest := len(dst) - d.tiles*d.tileBytes(); len(src)-at != rest {
+	c.tailAt = at
+	if rest := len(dst) - c.tiles*c.tileBytes(); len(src)-at != rest {
 		return corruptError("the chunk has %d stored bytes, expected %d", len(src), at+rest)
 	}
 	return nil
 }
 
-func (d *decoder) tileBytes() int { return d.form.bits * (tileSyms / 8) }
+func (c *chunk) tileBytes() int { return c.form.bits * (tileSyms / 8) }
 
 // parseHeader reads the header, except for the tile count.
-func (d *decoder) parseHeader() error {
-	h, f := d.src[:headerBytes], d.form
+func (c *chunk) parseHeader() error {
+	h, f, y := c.src[:headerBytes], c.form, &c.symbols
 	if h[0] > 1 {
 		return corruptError("unknown mode %d", h[0])
 	}
-	d.one, d.symbol = h[0] == 1, h[1]
-	if d.symbol > 15 || !d.one && d.symbol != 0 {
-		return corruptError("invalid symbol %d in mode %d", d.symbol, h[0])
+	y.one, y.symbol = h[0] == 1, h[1]
+	if y.symbol > 15 || !y.one && y.symbol != 0 {
+		return corruptError("invalid symbol %d in mode %d", y.symbol, h[0])
 	}
 	if int(h[2])>>len(f.planes) != 0 {
 		return corruptError("invalid constant planes %#x: the transform has %d planes", h[2], len(f.planes))
@@ -145,45 +154,45 @@ func (d *decoder) parseHeader() error {
 			return corruptError("constant plane %d has the invalid value %d", i, v)
 		}
 		if is {
-			d.fillConstant(i, v)
+			c.fillConstant(i, v)
 		}
 		if i < maxPlanes {
-			d.constant[i] = is
+			c.constant[i] = is
 		}
 	}
-	d.escape = int(h[3]) - 1
-	if d.escape > 15 || d.escape >= 0 && (d.one || f.identity) {
-		return corruptError("invalid escape symbol %d", d.escape)
+	y.escape = int(h[3]) - 1
+	if y.escape > 15 || y.escape >= 0 && (y.one || f.identity) {
+		return corruptError("invalid escape symbol %d", y.escape)
 	}
-	copy(d.table.freq[:], h[32:48])
-	copy(d.table.divider[:], h[48:64])
-	copy(d.table.alias[:], h[64:80])
-	if d.escape >= 0 && d.table.freq[d.escape] == 0 {
-		return corruptError("the escape symbol %d does not occur", d.escape)
+	copy(y.table.freq[:], h[32:48])
+	copy(y.table.divider[:], h[48:64])
+	copy(y.table.alias[:], h[64:80])
+	if y.escape >= 0 && y.table.freq[y.escape] == 0 {
+		return corruptError("the escape symbol %d does not occur", y.escape)
 	}
-	copy(d.palette[:], h[16:32])
-	for k, v := range d.palette {
+	copy(y.palette[:], h[16:32])
+	for k, v := range y.palette {
 		limit := 0 // a symbol that does not occur must have the value 0
 		switch {
 		case f.identity && int(v) != k:
 			limit = -1
-		case f.identity, k != d.escape && (d.table.freq[k] > 0 || d.one && k == int(d.symbol)):
+		case f.identity, k != y.escape && (y.table.freq[k] > 0 || y.one && k == int(y.symbol)):
 			limit = f.values - 1
 		}
 		if int(v) > limit {
 			return corruptError("invalid palette: symbol %d has value %d", k, v)
 		}
 	}
-	d.values = d.palette
-	if d.escape >= 0 {
-		d.sentinel = unusedValue(&d.palette, d.escape)
-		d.values[d.escape] = d.sentinel
+	y.values = y.palette
+	if y.escape >= 0 {
+		y.sentinel = unusedValue(&y.palette, y.escape)
+		y.values[y.escape] = y.sentinel
 	}
-	if !isZero(h[80:]) || d.one && !isZero(h[32:80]) {
+	if !isZero(h[80:]) || y.one && !isZero(h[32:80]) {
 		return corruptError("header bytes that must be zero are not zero")
 	}
-	if !d.one {
-		return d.table.checkParts()
+	if !y.one {
+		return y.table.checkParts()
 	}
 	return nil
 }
@@ -205,14 +214,14 @@ func unusedValue(palette *[16]byte, k int) byte {
 }
 
 // fillConstant fills the buffer of the constant plane i.
-func (d *decoder) fillConstant(i int, v byte) {
-	switch d.form.planes[i] {
+func (c *chunk) fillConstant(i int, v byte) {
+	switch c.form.planes[i] {
 	case 4:
 		v |= v << 4
 	case 1:
 		v = -v
 	}
-	p := &d.fills[i]
+	p := &c.fills[i]
 	if p[0] == v && p[len(p)-1] == v && isUniform(p[:], v) {
 		return
 	}
@@ -240,57 +249,71 @@ func isUniform(p []byte, v byte) bool {
 func isZero(p []byte) bool { return isUniform(p, 0) }
 
 // parseDirectory checks the segments' offsets and returns the end of the last segment.
-func (d *decoder) parseDirectory() (end int, err error) {
-	first := up16(headerBytes + 8*(d.segs+1))
-	if first > len(d.src) {
-		return 0, corruptError("%d bytes are too few for a directory of %d segments", len(d.src), d.segs)
+func (c *chunk) parseDirectory() (end int, err error) {
+	first := up16(headerBytes + 8*(c.segs+1))
+	if first > len(c.src) {
+		return 0, corruptError("%d bytes are too few for a directory of %d segments", len(c.src), c.segs)
 	}
 	last := 0
-	for i := range d.segs + 1 {
-		off := binary.LittleEndian.Uint32(d.src[headerBytes+8*i:])
-		escs := binary.LittleEndian.Uint32(d.src[headerBytes+8*i+4:])
-		if off%16 != 0 || uint64(off) > uint64(len(d.src)) || i == 0 && int(off) != first {
+	for i := range c.segs + 1 {
+		off := binary.LittleEndian.Uint32(c.src[headerBytes+8*i:])
+		escs := binary.LittleEndian.Uint32(c.src[headerBytes+8*i+4:])
+		if off%16 != 0 || uint64(off) > uint64(len(c.src)) || i == 0 && int(off) != first {
 			return 0, corruptError("invalid offset: segment %d at %d", i, off)
 		}
-		if i > 0 && int(off)-last < stateBytes+3*d.escapeCount(i-1) {
+		if i > 0 && int(off)-last < stateBytes+3*c.escapeCount(i-1) {
 			return 0, corruptError("invalid size: segment %d of %d bytes", i-1, int(off)-last)
 		}
-		most := uint64(d.tilesOf(i) * tileSyms)
-		if uint64(escs) > most || escs > 0 && d.escape < 0 {
+		most := uint64(c.tilesOf(i) * tileSyms)
+		if uint64(escs) > most || escs > 0 && c.symbols.escape < 0 {
 			return 0, corruptError("invalid directory: segment %d with %d escapes", i, escs)
 		}
 		last = int(off)
 	}
-	if !isZero(d.src[headerBytes+8*(d.segs+1) : first]) {
+	if !isZero(c.src[headerBytes+8*(c.segs+1) : first]) {
 		return 0, corruptError("the padding of the directory is not zero")
 	}
 	return last, nil
 }
 
-// escapeCount and segmentOffset read the directory, which parseDirectory has checked.
-func (d *decoder) escapeCount(seg int) int {
-	return int(binary.LittleEndian.Uint32(d.src[headerBytes+8*seg+4:]))
+// planesOf returns the bytes of each plane for the n tiles from tile on.
+func (c *chunk) planesOf(tile, n int) (p [maxPlanes][]byte) {
+	for i, bits := range c.form.planes {
+		size := n * tileSyms / 8 * bits
+		if c.constant[i] {
+			p[i] = c.fills[i][:size]
+		} else {
+			at := c.planeAt[i] + tile*tileSyms/8*bits
+			p[i] = c.src[at : at+size]
+		}
+	}
+	return
 }
 
-func (d *decoder) segmentOffset(seg int) int {
-	return int(binary.LittleEndian.Uint32(d.src[headerBytes+8*seg:]))
+// escapeCount and segmentOffset read the directory, which parseDirectory has checked.
+func (c *chunk) escapeCount(seg int) int {
+	return int(binary.LittleEndian.Uint32(c.src[headerBytes+8*seg+4:]))
+}
+
+func (c *chunk) segmentOffset(seg int) int {
+	return int(binary.LittleEndian.Uint32(c.src[headerBytes+8*seg:]))
 }
 
 // tilesOf returns the number of tiles of a segment, or 0 after the last one.
-func (d *decoder) tilesOf(seg int) int {
-	return max(0, min(d.segTiles, d.tiles-seg*d.segTiles))
+func (c *chunk) tilesOf(seg int) int {
+	return max(0, min(c.segTiles, c.tiles-seg*c.segTiles))
 }
 
 // beginSegment starts decoding a segment and reads its initial states.
-func (d *decoder) beginSegment(s *segment, seg int) error {
-	s.begin, s.end = d.segmentOffset(seg), d.segmentOffset(seg+1)
-	s.first, s.total = seg*d.segTiles, d.tilesOf(seg)
+func (c *chunk) beginSegment(s *segment, seg int) error {
+	s.begin, s.end = c.segmentOffset(seg), c.segmentOffset(seg+1)
+	s.first, s.total = seg*c.segTiles, c.tilesOf(seg)
 	s.tile, s.tiles = s.first, s.total
-	s.listed, s.escs = d.escapeCount(seg), 0
+	s.listed, s.escs = c.escapeCount(seg), 0
 	s.cur = s.begin + stateBytes
 	low := ^uint32(0)
 	for l := range s.x {
-		s.x[l] = binary.LittleEndian.Uint32(d.src[s.begin+4*l:])
+		s.x[l] = binary.LittleEndian.Uint32(c.src[s.begin+4*l:])
 		low = min(low, s.x[l])
 	}
 	if low < start {
@@ -300,7 +323,7 @@ func (d *decoder) beginSegment(s *segment, seg int) error {
 }
 
 // finishSegment checks the end of a decoded segment and replaces sentinels by the values of the escapes.
-func (d *decoder) finishSegment(s *segment) error {
+func (c *chunk) finishSegment(s *segment) error {
 	for l, x := range s.x {
 		if x != start {
 			return corruptError("lane %d ends in state %#x, expected 0x10000", l, x)
@@ -308,7 +331,7 @@ func (d *decoder) finishSegment(s *segment) error {
 	}
 	list := s.cur
 	pad := list + 3*s.listed
-	if pad > s.end || s.end-pad >= 16 || !isZero(d.src[pad:s.end]) {
+	if pad > s.end || s.end-pad >= 16 || !isZero(c.src[pad:s.end]) {
 		return corruptError("segment at %d: words and escapes end at %d, but the segment ends at %d", s.begin, pad,
 			s.end)
 	}
@@ -318,15 +341,44 @@ func (d *decoder) finishSegment(s *segment) error {
 	values := list + 2*s.listed
 	last, base := -1, s.first*tileSyms
 	for i := range s.listed {
-		at := int(binary.LittleEndian.Uint16(d.src[list+2*i:]))
-		v := d.src[values+i]
-		if at <= last || at >= s.total*tileSyms || int(v) >= d.form.values {
+		at := int(binary.LittleEndian.Uint16(c.src[list+2*i:]))
+		v := c.src[values+i]
+		if at <= last || at >= s.total*tileSyms || int(v) >= c.form.values {
 			return corruptError("escape %d: invalid value %d at %d", i, v, at)
 		}
 		last = at
-		if !d.patchEscape(base+at, v) {
+		if !c.patchEscape(base+at, v) {
 			return corruptError("escape %d: there is no escape symbol at %d", i, at)
 		}
 	}
 	return nil
+}
+
+// patchEscape replaces the sentinel in element i by v. It returns false if the element does not have the sentinel.
+func (c *chunk) patchEscape(i int, v byte) bool {
+	le := binary.LittleEndian
+	x := v ^ c.symbols.sentinel // XOR with x replaces the sentinel by v
+	switch c.transform {
+	case BF16:
+		w := le.Uint16(c.dst[2*i:])
+		le.PutUint16(c.dst[2*i:], w^uint16(x)<<7)
+		return byte(w>>7) == c.symbols.sentinel
+	case FP16:
+		w := le.Uint16(c.dst[2*i:])
+		le.PutUint16(c.dst[2*i:], w^uint16(x)<<10)
+		return byte(w>>10)&31 == c.symbols.sentinel
+	case FP32:
+		w := le.Uint32(c.dst[4*i:])
+		le.PutUint32(c.dst[4*i:], w^uint32(x)<<23)
+		return byte(w>>23) == c.symbols.sentinel
+	case E5M2:
+		w := c.dst[i]
+		c.dst[i] = w ^ x<<2
+		return w>>2&31 == c.symbols.sentinel
+	case Bytes:
+		w := c.dst[i]
+		c.dst[i] = v
+		return w == c.symbols.sentinel
+	}
+	return false // other transforms have no escapes
 }

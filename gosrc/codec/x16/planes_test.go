@@ -102,8 +102,8 @@ func TestPatch(t *testing.T) {
 	for tr := uint8(BF16); tr <= Bytes; tr++ {
 		f := page[tr]
 		if f.identity {
-			d.transform, d.dst = tr, make([]byte, 64)
-			if d.patchEscape(3, 1) {
+			d.chunk.transform, d.chunk.dst = tr, make([]byte, 64)
+			if d.chunk.patchEscape(3, 1) {
 				t.Errorf("%s has no escapes", Name(tr))
 			}
 			continue
@@ -121,8 +121,8 @@ func TestPatch(t *testing.T) {
 			there = byte(pick(f.element(dst, at), f.value)) == sentinel
 			want := bytes.Clone(dst)
 			f.put(want, at, f.element(dst, at)&^place(1<<len(f.value)-1, f.value)|place(uint32(v), f.value))
-			d.transform, d.dst, d.sentinel = tr, dst, sentinel
-			if got := d.patchEscape(at, v); got != there {
+			d.chunk.transform, d.chunk.dst, d.chunk.symbols.sentinel = tr, dst, sentinel
+			if got := d.chunk.patchEscape(at, v); got != there {
 				t.Fatalf("%s: %d at %d: %v", Name(tr), sentinel, at, got)
 			}
 			if there && !bytes.Equal(dst, want) {

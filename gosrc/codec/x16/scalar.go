@@ -14,17 +14,16 @@ type scalarSlots struct {
 	value      [256]uint8
 }
 
-func (d *decoder) buildSlots() {
-	t := &d.slots
-	for s, e := range d.table.expandSlots() {
-		t.freq[s], t.rank[s], t.value[s] = uint16(d.table.freq[e.symbol]), uint16(e.rank), d.values[e.symbol]
+func (t *scalarSlots) build(y *symbols) {
+	for s, e := range y.table.expandSlots() {
+		t.freq[s], t.rank[s], t.value[s] = uint16(y.table.freq[e.symbol]), uint16(e.rank), y.values[e.symbol]
 	}
 }
 
 // decodeScalar decodes len(vals)/256 tiles of s. It returns false if a word would be after the end of the segment.
 // The other decoders must give the same results.
 func (d *decoder) decodeScalar(s *segment, vals []byte) bool {
-	src := d.src[:s.end]
+	src := d.chunk.src[:s.end]
 	all := vals
 	cur := s.cur
 	var spare [2 * lanes]byte
@@ -45,8 +44,8 @@ func (d *decoder) decodeScalar(s *segment, vals []byte) bool {
 			}
 		}
 	}
-	if d.escape >= 0 {
-		s.escs += bytes.Count(all, []byte{d.sentinel})
+	if d.chunk.symbols.escape >= 0 {
+		s.escs += bytes.Count(all, []byte{d.chunk.symbols.sentinel})
 	}
 	s.cur = cur
 	return true
@@ -199,32 +198,3 @@ func spreadBytes(x uint32) uint64 {
 func bitAt(p []byte, i int) uint16 { return uint16(p[i>>3]>>(i&7)) & 1 }
 
 func nibbleAt(p []byte, i int) byte { return p[i>>1] >> (i & 1 << 2) & 15 }
-
-// patchEscape replaces the sentinel in element i by v. It returns false if the element does not have the sentinel.
-func (d *decoder) patchEscape(i int, v byte) bool {
-	le := binary.LittleEndian
-	x := v ^ d.sentinel // XOR with x replaces the sentinel by v
-	switch d.transform {
-	case BF16:
-		w := le.Uint16(d.dst[2*i:])
-		le.PutUint16(d.dst[2*i:], w^uint16(x)<<7)
-		return byte(w>>7) == d.sentinel
-	case FP16:
-		w := le.Uint16(d.dst[2*i:])
-		le.PutUint16(d.dst[2*i:], w^uint16(x)<<10)
-		return byte(w>>10)&31 == d.sentinel
-	case FP32:
-		w := le.Uint32(d.dst[4*i:])
-		le.PutUint32(d.dst[4*i:], w^uint32(x)<<23)
-		return byte(w>>23) == d.sentinel
-	case E5M2:
-		w := d.dst[i]
-		d.dst[i] = w ^ x<<2
-		return w>>2&31 == d.sentinel
-	case Bytes:
-		w := d.dst[i]
-		d.dst[i] = v
-		return w == d.sentinel
-	}
-	return false // other transforms have no escapes
-}

@@ -45,39 +45,39 @@ func detectLevels() []Level {
 	return levels
 }
 
-func (t *fastTables) build(d *decoder) {
-	if d.level == AVX2 {
-		t.narrow.build(d)
+func (t *fastTables) build(level Level, y *symbols) {
+	if level == AVX2 {
+		t.narrow.build(y)
 		return
 	}
 	label := func(k int) int { // swaps the escape symbol and 15
 		switch {
-		case d.escape < 0:
+		case y.escape < 0:
 			return k
-		case k == d.escape:
+		case k == y.escape:
 			return escapeLabel
 		case k == escapeLabel:
-			return d.escape
+			return y.escape
 		}
 		return k
 	}
 	pack := func(k, bias int) uint32 {
 		// bias is in [-15, 239], because the last rank of an alias is below 255.
-		return uint32(d.table.freq[k]) | uint32(bias+16)<<8 | uint32(label(k))<<28
+		return uint32(y.table.freq[k]) | uint32(bias+16)<<8 | uint32(label(k))<<28
 	}
-	bias := d.table.aliasBias()
+	bias := y.table.aliasBias()
 	for b := range 16 {
 		t.entry[2*b] = pack(b, 0)
-		t.entry[2*b+1] = pack(int(d.table.alias[b]), bias[b])
-		t.above[b] = uint32(b<<5 + 32 - int(d.table.divider[b]))
+		t.entry[2*b+1] = pack(int(y.table.alias[b]), bias[b])
+		t.above[b] = uint32(b<<5 + 32 - int(y.table.divider[b]))
 	}
-	for k, v := range d.values {
+	for k, v := range y.values {
 		for i := 0; i < 64; i += 16 {
 			t.values[i+label(k)] = v
 		}
 	}
 	t.limit = 255
-	if d.escape >= 0 {
+	if y.escape >= 0 {
 		t.limit = escapeLabel
 	}
 }
@@ -89,7 +89,7 @@ func (d *decoder) decodeFast(run []segment) {
 	if d.level < AVX2 {
 		return
 	}
-	most := len(d.src) - slack
+	most := len(d.chunk.src) - slack
 	for {
 		active := d.active[:0]
 		for i := range run {

@@ -6,7 +6,7 @@ package x16
 
 type fastTables struct{}
 
-func (*fastTables) build(*decoder) {}
+func (*fastTables) build(Level, *symbols) {}
 
 func detectLevels() []Level { return []Level{Scalar} }
 

@@ -53,16 +53,16 @@ func encodesClear(t *testing.T, l Level, src []byte, tr uint8) (chunk []byte, st
 
 func decodesClear(t *testing.T, l Level, chunk []byte, st uint16, dst []byte, tr uint8) {
 	d := decoder{lanes: new(laneMemory), level: l}
-	if err := d.parseChunk(dst, chunk, tr, st); err != nil {
+	if err := d.chunk.parse(dst, chunk, tr, st); err != nil {
 		t.Fatal(err)
 	}
-	d.buildSlots()
-	d.fast.build(&d)
-	run := d.run[:min(len(d.run), d.segs)]
+	d.slots.build(&d.chunk.symbols)
+	d.fast.build(l, &d.chunk.symbols)
+	run := d.run[:min(len(d.run), d.chunk.segs)]
 	avxtest.Clear(t, "kernel", func() {
 		for i := range run {
 			run[i].vals = &d.vals[i]
-			if err := d.beginSegment(&run[i], i); err != nil {
+			if err := d.chunk.beginSegment(&run[i], i); err != nil {
 				t.Fatal(err)
 			}
 			run[i].want, run[i].got = min(batch, run[i].tiles), 0

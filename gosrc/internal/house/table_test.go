@@ -211,26 +211,19 @@ var narrow = []string{"codec/...", "plan", "relay", "save/...", "convert", "veri
 // wideStructs lists structs with more fields than narrow packages allow, including the fields of embedded
 // structs. The numbers may only be lowered.
 var wideStructs = map[string]int{
-	"codec/x16.decoder": 25,
-	"relay.Report":      16,
-	"relay.Spec":        18,
-	"relay.feedQueue":   20,
-	"save.Report":       16,
+	"relay.Report": 16,
+	"relay.Spec":   18,
+	"save.Report":  16,
 }
 
 // scatteredMethods lists types with methods in several files. The numbers may only be lowered.
 var scatteredMethods = map[string]int{
-	"bench.run":               4,
 	"bind/binding.Verb":       2,
-	"cli.Diagnosis":           2,
-	"cli.call":                10,
-	"cli.verb":                2,
 	"codec/planes.Encoder":    2,
 	"codec/x16.Encoder":       3,
-	"codec/x16.decoder":       8,
+	"codec/x16.decoder":       7,
 	"codec/x16.fastTables":    3,
 	"format/gguf.reader":      2,
-	"load.Model":              7,
 	"nvcomp/cascaded.scratch": 2,
 	"plan.maker":              2,
 	"serve.Server":            2,

@@ -77,36 +77,77 @@ class _Window:
         self._load.job.abandon()
 
 
-class ReadAhead:
-    """Reads ahead in one open file. Threads may share this object. Forked children do not use it.
-
-    It detects the order in which tensors are requested: the order of the bytes or, if `by_name` is set or the names
-    have ascended for a while, the order of the names. While the program works, the next tensors in this order are
-    loaded. At most two windows are in memory: on the host 256 MiB, on a GPU 2 GiB or an eighth of its free memory. Only
-    a requested tensor may be larger. A request out of order ends the reading ahead, which begins again only after a
-    longer run of requests in order.
-
-    Blocks are also read ahead, if tensors with names that differ only in numbers were cut in the same way.
+class _Order:
+    """Detects the order in which tensors are requested: the order of the bytes or, if `by_name` is set or the names
+    have ascended for a while, the order of the names.
 
     The order of the bytes is not enough. `keys` is sorted by name, and libraries loop over it or over the names of an
     index. If only the order of the bytes counted, a whole window might be read for each of these tensors.
     """
 
-    def __init__(self, frame: Frame) -> None:
+    def __init__(self) -> None:
         self.by_name = False
+        self.last: int | None = None  # the last request
+        self.runs = [0, 0]  # the number of consecutive requests in order: by bytes, by name
+        self._risen = 0  # the number of consecutive requests with ascending names
+        self._names: tuple[list[int], list[int]] | None = None  # tensors by name, and the position of each
+
+    def note(self, model: Model, at: int) -> bool:
+        """Counts a request, and returns whether it is in order. A first request counts as in order if it is for the
+        first tensor."""
+        last, self.last = self.last, at
+        for order in (0, 1) if self.by_name else (0,):
+            _, turn = self.positions(model, order)
+            in_turn = turn[at] == (0 if last is None else turn[last] + 1)
+            self.runs[order] = self.runs[order] + 1 if in_turn else 0
+        if last is None:
+            return False
+        # The order of names is assumed only after several requests, because sorting the names takes time. The program
+        # may not have called `keys` on this file.
+        self._risen = self._risen + 1 if model.table[at][0] > model.table[last][0] else 0
+        self.by_name = self.by_name or self._risen >= _RISEN
+        return max(self.runs) > 0
+
+    def positions(self, model: Model, order: int) -> tuple[Sequence[int], Sequence[int]]:
+        """Returns the tensors in the given order, and each tensor's position in that order."""
+        every = range(len(model.table))
+        if not order:
+            return every, every
+        if self._names is None:
+            positions = sorted(every, key=lambda at: model.table[at][0])
+            turn = [0] * len(positions)
+            for n, at in enumerate(positions):
+                turn[at] = n
+            self._names = positions, turn
+        return self._names
+
+    def choose(self) -> int:
+        """Returns the order to read ahead in: 0 by bytes, 1 by name."""
+        by_bytes, by_name = self.runs
+        return int(by_name > by_bytes or self.by_name and by_name == by_bytes)
+
+
+class ReadAhead:
+    """Reads ahead in one open file. Threads may share this object. Forked children do not use it.
+
+    While the program works, the next tensors in the order of its requests are loaded. At most two windows are in
+    memory: on the host 256 MiB, on a GPU 2 GiB or an eighth of its free memory. Only a requested tensor may be larger.
+    A request out of order ends the reading ahead, which begins again only after a longer run of requests in order.
+
+    Blocks are also read ahead, if tensors with names that differ only in numbers were cut in the same way.
+    """
+
+    def __init__(self, frame: Frame) -> None:
         self.by_slice = False  # whether the program may cut tensors, so that its first requests do not show how
         self._frame = frame
         self._lock = new_lock()
         self._taking = self._off = False
         self._windows: list[_Window] = []
         self._how: Any = None  # the context on which the windows' tensors depend; see `_torch_context`
+        self.order = _Order()
         self._by = 0  # the order of the windows: 0 by bytes, 1 by name
         self._next = 0  # the position of the tensor after the last window, in this order
         self._size, self._need = 0, _LEAST  # bytes of the next window, 0 for the first
-        self._last: int | None = None
-        self._risen = 0  # the number of consecutive requests with ascending names
-        self._runs = [0, 0]  # the number of consecutive requests in order: by bytes, by name
-        self._names: tuple[list[int], list[int]] | None = None  # tensors by name, and the position of each
         self._cuts: dict[tuple[str, tuple[int, ...]], Block | None] = {}  # by shape, and name without numbers
 
     def take(self, model: Model, at: int, block: Block | None, wanted: Any) -> Any:
@@ -129,10 +170,9 @@ class ReadAhead:
                 self._taking = False
 
     def _take_tensor(self, model: Model, at: int, block: Block | None, wanted: Any) -> Any:
-        if at == self._last or model.table[at][6] >= 0:  # a repeated request, or an alias of another tensor
+        if at == self.order.last or model.table[at][6] >= 0:  # a repeated request, or an alias of another tensor
             return None
-        in_turn = self._follows_order(model, at)
-        self._last = at
+        in_turn = self.order.note(model, at)
         self._learn_cut(model, at, block)
         how = (wanted, *_torch_context(model))
         number = next((n for n, window in enumerate(self._windows) if at in window.ways), None)
@@ -143,18 +183,18 @@ class ReadAhead:
             if not in_turn:
                 self._note_stray()
                 return None
-            if self._order_of_reads(model, self._by)[1][at] < self._next:
+            if self.order.positions(model, self._by)[1][at] < self._next:
                 return None  # the windows leave this tensor out
             self._drop_windows()  # the program has passed these windows
         self._how = how
         if number is None:
-            if max(self._runs) < self._need + self.by_slice or not self._begin_window(model, at, block):
+            if max(self.order.runs) < self._need + self.by_slice or not self._begin_window(model, at, block):
                 return None
             number = 0
         for passed_window in self._windows[:number]:
             passed_window.close()
         del self._windows[:number]
-        if len(self._windows) < 2 and self._runs[self._by] >= _LEAST:
+        if len(self._windows) < 2 and self.order.runs[self._by] >= _LEAST:
             self._start_window(model, {})
         window = self._windows[0]
         tensor = window.take(at)
@@ -164,34 +204,6 @@ class ReadAhead:
             self._need = _LEAST
         return tensor
 
-    def _follows_order(self, model: Model, at: int) -> bool:
-        """Counts consecutive requests in order. A program's first request is in order if it is for the first tensor."""
-        last = self._last
-        for order in (0, 1) if self.by_name else (0,):
-            _, turn = self._order_of_reads(model, order)
-            in_turn = turn[at] == (0 if last is None else turn[last] + 1)
-            self._runs[order] = self._runs[order] + 1 if in_turn else 0
-        if last is None:
-            return False
-        # The order of names is assumed only after several requests, because sorting the names takes time. The program
-        # may not have called `keys` on this file.
-        self._risen = self._risen + 1 if model.table[at][0] > model.table[last][0] else 0
-        self.by_name = self.by_name or self._risen >= _RISEN
-        return max(self._runs) > 0
-
-    def _order_of_reads(self, model: Model, order: int) -> tuple[Sequence[int], Sequence[int]]:
-        """Returns the tensors in the given order, and each tensor's position in that order."""
-        every = range(len(model.table))
-        if not order:
-            return every, every
-        if self._names is None:
-            positions = sorted(every, key=lambda at: model.table[at][0])
-            turn = [0] * len(positions)
-            for n, at in enumerate(positions):
-                turn[at] = n
-            self._names = positions, turn
-        return self._names
-
     def _learn_cut(self, model: Model, at: int, block: Block | None) -> None:
         # Nothing needs to be learnt while no tensor is cut.
         if block is not None or self._cuts:
@@ -200,15 +212,14 @@ class ReadAhead:
 
     def _begin_window(self, model: Model, at: int, block: Block | None) -> bool:
         """Starts the first window, with the requested tensor and those after it."""
-        by_bytes, by_name = self._runs
-        self._by = int(by_name > by_bytes or self.by_name and by_name == by_bytes)
-        self._next = self._order_of_reads(model, self._by)[1][at] + 1
+        self._by = self.order.choose()
+        self._next = self.order.positions(model, self._by)[1][at] + 1
         self._start_window(model, {at: block})
         return bool(self._windows)
 
     def _start_window(self, model: Model, ways: dict[int, Block | None]) -> None:
         """Starts the next window if there is room for another tensor."""
-        tensors, _ = self._order_of_reads(model, self._by)
+        tensors, _ = self.order.positions(model, self._by)
         if self._next == len(tensors) and not ways:
             return
         first, most = _window_sizes(model)
@@ -253,7 +264,7 @@ class ReadAhead:
     def _note_stray(self) -> None:
         # The windows were not used, so the next reading ahead needs more requests before it begins.
         self._drop_windows()
-        self._runs, self._need = [0, 0], min(2 * self._need, _TIRED)
+        self.order.runs, self._need = [0, 0], min(2 * self._need, _TIRED)
 
     def _drop_windows(self) -> None:
         windows, self._windows, self._size = self._windows, [], 0

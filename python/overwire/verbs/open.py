@@ -159,7 +159,7 @@ class safe_open(_engine.HandleOwner, Generic[T]):
 
     def keys(self) -> list[str]:
         """Returns the names of all tensors, sorted."""
-        self._ahead.by_name = True
+        self._ahead.order.by_name = True
         return sorted(self.offset_keys())
 
     def offset_keys(self) -> list[str]:
