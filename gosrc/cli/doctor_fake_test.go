@@ -74,7 +74,8 @@ func TestDoctorFake(t *testing.T) {
 	}
 }
 
-// doctor reports whether a model fits. If not, it shows which tier fits with a fifth of the GPU free.
+// doctor reports whether a model fits on a GPU. If not, doctor shows the fastest offload that leaves a fifth of the GPU
+// free.
 func TestDoctorOfModelsFake(t *testing.T) {
 	plain := layered(t)
 	packed := plain + ".packed.safetensors"

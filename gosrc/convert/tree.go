@@ -135,7 +135,7 @@ func (w *written) removeBelow(top string) {
 	}
 }
 
-// convertFolder converts the models directly in a folder. The folder's default model is
+// convertFolder converts the models of a folder, but not those in its subfolders. The folder's default model is
 // last, together with the auxiliary files.
 func convertFolder(ctx context.Context, c *conversion, dir string, to save.Target, in branch) (rep save.Report,
 	err error) {

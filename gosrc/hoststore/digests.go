@@ -109,8 +109,8 @@ func fetchPart(ctx context.Context, c *Client, o ownContainer) (*Part, error) {
 	return &Part{src, ix, o.digests}, nil
 }
 
-// KeepBytes puts a container of this process's tensors into the user's store, unless it has the same bytes or another
-// process is putting them. FindParts then finds the tensors by their names and keyed digests.
+// KeepBytes puts a container of this process's tensors into the user's store, unless the store has the same bytes or
+// another process is putting them there. FindParts then finds the tensors by their names and keyed digests.
 func KeepBytes(ctx context.Context, src source.Source, digests map[string]digest.Sum) error {
 	path := knob.Host.Get()
 	if path == off {

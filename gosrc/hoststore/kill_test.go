@@ -20,8 +20,8 @@ func everyCommand(kept string) []request {
 		{Op: opDrop, Name: kept}}
 }
 
-// If a client ends after it has sent a command, and before it has read the reply, nothing of it is left in the store:
-// no use of an entry, no unsealed memory, and no descriptor.
+// If a client ends after sending a command and before reading the reply, the command leaves nothing in the store: no
+// use of an entry, no unsealed memory, and no descriptor.
 func TestClientsThatEndBeforeTheReply(t *testing.T) {
 	container, _ := files(t)
 	s := newStore(t, 1<<30)

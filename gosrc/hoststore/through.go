@@ -105,8 +105,8 @@ func (l *Link) Distrust(ctx context.Context) {
 	}
 }
 
-// Open returns an opener that uses open, and takes the bytes from the store if it has them. A file that the store lacks
-// is put into it once the model's tensors are loaded. If the Link is nil, Open returns open.
+// Open returns an opener that uses open, and takes bytes that the store has from the store. A file that the store lacks
+// is put there once the model's tensors are loaded. If the Link is nil, Open returns open.
 func (l *Link) Open(open Opener) Opener {
 	if l == nil {
 		return open

@@ -85,7 +85,7 @@ func totalBytes(runs []run) (n int64) {
 }
 
 // divideRuns divides the requests of one source into views of the shared mapping, views of a private mapping, and
-// copies. The caller holds the model.
+// copies. The caller must hold the model.
 func (f *fileMapping) divideRuns(runs []run) (shared, own, copies []run) {
 	slices.SortFunc(runs, func(a, b run) int { return int(min(1, max(-1, a.off-b.off))) })
 	f.mu.Lock()

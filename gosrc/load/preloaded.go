@@ -29,7 +29,7 @@ type Preloaded struct {
 	over   bool          // no more tensors will land
 	wake   chan struct{} // closed and renewed when landed or over changes
 	files  []preloadedFile
-	left   int  // number of files with gone false
+	left   int  // the number of files that are not gone
 	drop   bool // free files that no model uses
 }
 

@@ -156,8 +156,8 @@ func (r remote) Facts() source.Facts {
 	return f
 }
 
-// Local plain files are mapped unless mapping is turned off. Files on a network are mapped only if it is turned on. The
-// argument takes precedence over the setting.
+// Local plain files are mapped unless mapping is turned off. Files on a network are mapped only if mapping is turned
+// on. The argument takes precedence over the setting.
 func TestWhatIsMapped(t *testing.T) {
 	path, want := write(t, "a", []int64{3000, 100})
 	yes, no := true, false

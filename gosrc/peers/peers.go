@@ -228,8 +228,8 @@ func (p *Peers) unmapOthers() {
 	}
 }
 
-// Close frees everything. If End could not wait for the others, the memory is freed once they have ended. If
-// End was not called, Close first calls it with good false.
+// Close frees everything. If End could not wait for the other processes, the memory is freed once they have ended. If
+// End was not called, Close first calls End(ctx, false).
 func (p *Peers) Close() {
 	_ = p.End(context.Background(), false)
 	if !p.late {

@@ -43,7 +43,7 @@ func divideShards(path string, most int64, metadata map[string]string, items []*
 	if most == 0 {
 		return []File{{File: publish.File{Path: path}, Metadata: metadata, Items: items}}
 	}
-	in := map[*Item]int{} // shard of each tensor that is not an alias
+	in := map[*Item]int{} // the shard of each tensor, except aliases
 	n, size := 1, int64(0)
 	for _, t := range items {
 		if t.form == alias {

@@ -93,7 +93,7 @@ func (h *host) wait(slot int, rows []stream.PackedRange) error {
 	return nil
 }
 
-// gpuMode encodes on a GPU. If sums is set, the GPU also computes sums for hashes.
+// gpuMode returns the mode that encodes on a GPU. If sums is set, the GPU also computes sums for hashes.
 func gpuMode(p *stream.Packer, sums bool) mode {
 	return mode{
 		window: p.SlotCount(), workers: p.SlotCount(), bytes: p.SlotBytes(), staging: p.DeviceBytes(), gpu: true,

@@ -31,7 +31,7 @@ type Known func(c Codec, transform uint8, d DType) bool
 //     exactly the stated number of bytes.
 //   - The chunk grid fits the tensor and its chunks fit the grid, in order. Each chunk lies inside its
 //     tensor's stored bytes and is not larger than its logical bytes.
-//   - An alias refers to a tensor with the same source, dtype, size and content that is not an alias.
+//   - An alias refers to a tensor with the same source, dtype, size and content. That tensor is not an alias.
 //   - Codec and transform are known. If known is nil, docs/format.md defines which are.
 //
 // The package of each format checks the bytes after the last tensor. The error is an errs.At with class

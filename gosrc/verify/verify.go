@@ -136,7 +136,7 @@ func verifyOriginals(ctx context.Context, j *job.Job, m *stored.Model, rep *Repo
 	return nil
 }
 
-// verifyContents decodes and hashes every tensor of a container that is not an alias, in spans, on all cores.
+// verifyContents decodes and hashes all tensors of a model's containers except aliases, in spans, on all cores.
 func verifyContents(ctx context.Context, j *job.Job, m *stored.Model, digests []*digest.Sum, rep *Report) error {
 	workers := knob.Workers(0)
 	var spans []stored.Span

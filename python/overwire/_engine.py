@@ -360,7 +360,8 @@ def release(number: int) -> None:
 def buffer_of(source: Any, writable: bool = False) -> tuple[int, int, Any]:
     """Returns the memory of a C-contiguous buffer: (address, bytes, holder).
 
-    The memory is valid as long as the holder is alive. Raises the object's error: TypeError, BufferError.
+    The memory is valid as long as the holder is alive. Raises TypeError or BufferError if
+    `source` does not have such a buffer.
     """
     buffer: tuple[int, int, Any] = open_library().buffer_of(source, writable)
     return buffer

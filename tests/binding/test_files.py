@@ -259,8 +259,8 @@ def test_shards(tmp_path: Path) -> None:
 
 
 def test_decompression_gives_the_original_file(tmp_path: Path) -> None:
-    """If a file of safetensors is compressed and decompressed, the result is the original file. A model that was saved
-    compressed has no original."""
+    """Compressing and then decompressing a safetensors file gives the original file. A model that was saved compressed
+    has no original."""
     save = pytest.importorskip("safetensors.torch").save_file
     plain, small, back = (tmp_path / f"{name}.safetensors" for name in ("plain", "small", "back"))
     tied = torch.randn(100, 50)

@@ -1,4 +1,4 @@
-"""Tests that importing overwire starts nothing, and that Python's tables equal the engine's."""
+"""Tests what importing overwire starts, its names and logging, and that its errors and dtypes equal the engine's."""
 
 from __future__ import annotations
 

@@ -189,7 +189,7 @@ def test_bench_runs_small():
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_stopped_command_leaves_no_file(plain: Path, tmp_path: Path, number: signal.Signals):
-    """SIGTERM and SIGHUP end the command with that signal, after its temporary file is removed."""
+    """A command that gets SIGTERM or SIGHUP removes its temporary file, and then dies of the signal."""
     # The server is slow, so that the command is still running.
     folder, out = tmp_path / "out", tmp_path / "out" / "x.safetensors"
     folder.mkdir()

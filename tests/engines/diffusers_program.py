@@ -128,7 +128,7 @@ def whole(folder: Path) -> None:
     maps: list[Any] = [None, *(["cpu"] if "cpu" in diffusers.pipelines.pipeline_utils.SUPPORTED_DEVICE_MAP else [])]
     dtypes = (None, torch.bfloat16, {"unet": torch.float16, "default": torch.float32})
     forms = (("packed", None), ("plain", None), ("plain", "cpu"))
-    # Each pair of two of map, dtype, form and home is tested, but not each combination of all four.
+    # Each combination of two of the options map, dtype, form and home is tested, but not each of all four.
     for (at, where), (number, dtype) in itertools.product(enumerate(maps), enumerate(dtypes)):
         how: dict[str, Any] = {"torch_dtype": dtype} if dtype is not None else {}
         how |= {"device_map": where} if where else {}

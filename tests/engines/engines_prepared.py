@@ -187,7 +187,7 @@ def refusals(root: Path, log: Log, where: tuple[int, int, int]) -> None:
     check("it has allow_patterns_overrides")
     del LlamaForCausalLM.allow_patterns_overrides
     for name in folder.glob("*.safetensors"):
-        name.unlink()  # including the note that this model does not fit
+        name.unlink()  # also deletes the note that refuses this model
     check("stored prepared state in")
     check("restored prepared state")
     check_failed_starts(path, root / "failed", where, log, (base.state(first), held(first)))

@@ -26,7 +26,7 @@ Where = tuple[int, int, int]
 
 
 def compare_scales(root: Path, log: kept.Log, where: Where) -> None:
-    """The KV cache scales of the checkpoint are in buffers and numbers of the layers."""
+    """Compares the KV cache scales of a checkpoint. The layers have them in buffers and as numbers."""
     tensors = base.quantised(base.weights(kept.FP8), 16, 32)
     for n in range(base.LAYERS):
         at = f"model.layers.{n}.self_attn."
@@ -94,7 +94,7 @@ def compare_adapters(root: Path, log: kept.Log, where: Where) -> None:
             raise SystemExit(f"with adapters, {words}: {wrong}")
         print(f"  with adapters, {words}: {len(theirs)} tensors equal vLLM's own load", flush=True)
     kept.start(path, root / "prepared", where)
-    log.take("stored prepared state in")  # without adapters, other state is needed
+    log.take("stored prepared state in")  # without adapters, the state is different
 
 
 def load_draft(kind: str, config: Any, target: Any) -> Any:
@@ -152,7 +152,7 @@ def compare_drafts(root: Path, log: kept.Log, where: Where) -> None:
 
 
 def compare_stages(root: Path, log: kept.Log, where: Where) -> None:
-    """Compares pipeline stages. Each rank keeps the state of its own layers."""
+    """Tests pipeline stages. Each rank keeps the state of its own layers."""
     more = {"tensor_parallel_size": 1, "pipeline_parallel_size": 2}
     for name in ("llama", "tied", "experts"):
         kept.starts(f"{name}, stage {where[1]}", root / name / "plain", root / "prepared" / name, log, where, **more)

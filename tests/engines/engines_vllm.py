@@ -4,8 +4,8 @@
 
 It runs on the CPU without vLLM's compiled parts. Its configuration, models, layers and loaders are the released ones.
 Each model is loaded by vLLM's own safetensors loader, then by overwire from a plain and a compressed folder, in one
-process and in two ranks over gloo. Every parameter and buffer is compared. It is a script because importing vLLM takes
-half a minute.
+process and in two ranks over gloo. Every parameter and buffer must equal that of vLLM's loader. It is a script because
+importing vLLM takes half a minute.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ def shards(model: Any) -> dict[str, torch.Tensor]:
 
 
 def reads() -> int:
-    """Returns the bytes that this process has read from files by system calls."""
+    """Returns how many bytes this process has read from files by system calls."""
     return int(Path("/proc/self/io").read_text().split()[1])
 
 

@@ -55,14 +55,14 @@ def parts(name: str, tensor: Any) -> Iterator[tuple[str, Any]]:
 
 
 def state(model: Any) -> dict[str, Any]:
-    """Returns the parts of every parameter and buffer, even if it is not saved."""
+    """Returns the parts of all parameters and buffers, including those that are not saved."""
     found = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
     found |= {f"state {name}": value for name, value in model.state_dict().items()}
     return {part: held for name, value in found.items() for part, held in parts(name, value)}
 
 
 def same(want: Any, got: Any, what: Any) -> int:
-    """Asserts that all parts have equal kind, dtype, device and bytes, and returns their number."""
+    """Asserts that all parts have equal types, dtypes, devices, shapes and bytes, and returns their number."""
     a, b = state(want), state(got)
     assert a.keys() == b.keys(), (what, sorted(a.keys() ^ b.keys())[:9])
     for name, left in a.items():
@@ -148,7 +148,7 @@ def replaced(
 
 
 def written(folder: Path, model: Any, quantisation: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
-    """Writes a checkpoint with two files, like another program."""
+    """Writes a checkpoint with two files, as a quantiser would."""
     model.config.architectures = [type(model).__name__]
     model.config.dtype = "bfloat16"
     model.config.save_pretrained(folder / "plain")
@@ -207,7 +207,7 @@ def hqq_int4(folder: Path) -> int:
 
 
 def compressed_fp8(folder: Path) -> int:
-    """Compares compressed-tensors, float-quantized: fp8 with a scale for each row."""
+    """Tests compressed-tensors, float-quantized: fp8 with a scale for each row."""
     need("compressed-tensors")
     model = llama()
 
@@ -237,8 +237,7 @@ def rounded(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
 
 
 def gptq(folder: Path) -> int:
-    """Compares GPTQ with 4 bits and columns in the order of activations: qweight and qzeros packed in I32, scales,
-    g_idx."""
+    """Tests 4-bit GPTQ with columns in the order of activations: qweight and qzeros packed in I32, scales, g_idx."""
     need("gptqmodel", "optimum")
     model = llama()
 
@@ -259,7 +258,7 @@ def gptq(folder: Path) -> int:
 
 
 def awq(folder: Path) -> int:
-    """Compares AWQ's GEMM with 4 bits: qweight and qzeros packed in I32, every second number first, and scales."""
+    """Tests AWQ's 4-bit GEMM format: qweight and qzeros packed in I32, every second number first, and scales."""
     five = transformers.__version__ >= "5"
     if five:
         need("gptqmodel")
@@ -293,7 +292,7 @@ def _autoawq() -> None:
 
 
 def compressed_int4(folder: Path) -> int:
-    """Compares compressed-tensors, pack-quantized: eight int4 in an I32, and a scale for each GROUP columns."""
+    """Tests compressed-tensors, pack-quantized: eight int4 in an I32, and a scale for each GROUP columns."""
     need("compressed-tensors")
     model = llama()
 
@@ -313,7 +312,7 @@ def _compressed(format: str, weights: dict[str, Any]) -> dict[str, Any]:
 
 
 def mxfp4(folder: Path) -> int:
-    """Compares gpt-oss: blocks of 32 fp4 and their exponents. A CPU converts them to bf16."""
+    """Tests gpt-oss: blocks of 32 fp4 and their exponents. A CPU converts them to bf16."""
     more = {"num_local_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 2, "head_dim": 32}
     model = transformers.GptOssForCausalLM(transformers.GptOssConfig(**SMALL | {"intermediate_size": 64}, **more)).bfloat16()
 
@@ -330,7 +329,7 @@ def mxfp4(folder: Path) -> int:
 
 
 def bitnet(folder: Path) -> int:
-    """Compares BitNet: four 2-bit numbers in a U8, and a scale for each matrix."""
+    """Tests BitNet: four 2-bit numbers in a U8, and a scale for each matrix."""
     model = llama()
 
     def parts(weight: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -342,7 +341,7 @@ def bitnet(folder: Path) -> int:
 
 
 def metal(folder: Path) -> int:
-    """Compares MLX's affine quantisation: eight 4-bit numbers in a U32. A CPU converts them to bf16."""
+    """Tests MLX's affine quantisation: eight 4-bit numbers in a U32. A CPU converts them to bf16."""
     five("metal")
     model = llama()
 
@@ -356,7 +355,7 @@ def metal(folder: Path) -> int:
 
 
 def gemma(folder: Path) -> int:
-    """Compares Gemma's format: two 4-bit numbers in a U8, with F32 scales for rows and activations."""
+    """Tests Gemma's format: two 4-bit numbers in a U8, with F32 scales for rows and activations."""
     five("gemma")
     model = llama()
 

@@ -83,7 +83,7 @@ class Model(torch.nn.Module):
 
 
 def processed() -> Model:
-    """Returns a model after processing. A parameter was removed and a flag was set."""
+    """Returns a model after processing. In its layers, `gone` was removed, and `guarded` and `ratio` were replaced."""
     model = Model()
     for layer in (model.one, model.two):
         del layer.gone

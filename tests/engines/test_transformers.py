@@ -32,7 +32,7 @@ def run(command: list[str], folder: Path, path: Path | None = None, *, fresh: bo
 
 
 def run_program(name: str, release: str, folder: Path, files: Path) -> str:
-    """Runs a program of this folder with a release of transformers, or skips the test. Returns the output."""
+    """Runs a program of tests/engines with a release of transformers, or skips the test. Returns the output."""
     if release == "5" and not FIVE.is_dir():
         pytest.skip(f"no transformers 5 in {FIVE}: run make venv")
     pytest.importorskip("transformers")

@@ -339,8 +339,8 @@ def test_vllm_sleeps(tmp_path: Path) -> None:
 
 
 def test_level_2_restores_the_weights(tmp_path: Path) -> None:
-    """After a level-2 sleep, the weights come from their file, so `reload_weights` reads nothing. If the file, the
-    weights or the model's files have changed, vLLM's own reload runs."""
+    """Waking from a level-2 sleep restores the weights from overwire's file, so `reload_weights` does not read the
+    model's files. If overwire's file, the weights or the model's files have changed, vLLM's own reload runs."""
     test_live.stand_ins(tmp_path / "vllm", {**test_vllm.VLLM, **SLEEP})
     test_vllm.run(tmp_path, test_vllm.REGISTER + test_vllm.PRELUDE + WORKER + LEVEL2, tmp_path)
 

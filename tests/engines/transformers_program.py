@@ -71,8 +71,8 @@ FORMS = (("plain", None), ("packed", "cpu"), ("plain", "cpu"), ("packed", None))
 def compare(
     folder: Path, maps: list[Any], dtypes: tuple[Any, ...] = ("auto", torch.float32), pairs: bool = False, **more: Any
 ) -> None:
-    """Compares each form of loading with the unpatched load. pairs: tests each pair of two of map, dtype and form, and
-    not each combination of all three."""
+    """Compares each form of loading with the unpatched load. pairs: tests each combination of two of the options
+    map, dtype and form, but not each of all three."""
     for number, where in enumerate(maps):
         for at, dtype in enumerate(dtypes):
             want = auto(folder / "plain", device_map=where, dtype=dtype, **more)
@@ -121,7 +121,7 @@ def tied(folder: Path) -> None:
 
 
 def experts(folder: Path) -> None:
-    """Compares a model in which each expert has its own tensors. transformers 5 stacks and joins them."""
+    """Tests a model in which each expert has its own tensors. transformers 5 stacks and joins them."""
     config = transformers.MixtralConfig(**SMALL, num_key_value_heads=2, num_local_experts=4)
     save(transformers.MixtralForCausalLM(config).bfloat16(), folder)
     stored = json.loads((folder / "plain" / "model.safetensors.index.json").read_text())["weight_map"]
@@ -130,7 +130,7 @@ def experts(folder: Path) -> None:
 
 
 def quantised(folder: Path) -> None:
-    """Compares fp8 with a scale for each block."""
+    """Tests fp8 weights with a scale for each block."""
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL)).bfloat16()
     tensors = {}
     for name, tensor in model.state_dict().items():
@@ -238,7 +238,7 @@ def damaged(folder: Path) -> None:
 
 
 def adapters(folder: Path) -> None:
-    """Compares peft adapters that peft itself and transformers' integration load."""
+    """Tests adapters that peft itself loads, and adapters that transformers' integration loads."""
     try:
         import peft
     except ImportError:

@@ -182,7 +182,7 @@ def test_converted_files_have_no_more_readers(tmp_path: Path) -> None:
 
 
 def altered(tmp_path: Path, change: Callable[[Any], None]) -> Path:
-    """Saves a folder with two tensors, one of them in two chunks, and changes its description."""
+    """Saves a checkpoint with a tensor in two chunks and a value, and changes its `.metadata` file."""
     folder = tmp_path / "ckpt"
     shutil.rmtree(folder, ignore_errors=True)
     w = torch.arange(12.0).reshape(4, 3)
@@ -217,8 +217,8 @@ class Evil:
 
 
 def test_hostile_descriptions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A description raises an error that names the file and the tensor if it has holes, overlaps, wrong offsets, shapes
-    or dtypes, paths out of the folder, or code to run. Nothing is written."""
+    """A `.metadata` file with holes, overlaps, wrong offsets, shapes or dtypes, paths out of the folder, or code to run
+    raises an error that names the file and the tensor. Nothing is written."""
     monkeypatch.chdir(tmp_path)
     w = torch.arange(12.0).reshape(4, 3)
     equal(ow.load_file(altered(tmp_path, lambda meta: None)), {"w": torch.cat([w, w[2:]])})

@@ -1,11 +1,11 @@
-"""Runs the tests/gpu/test_gpu_*.py files that need no GPU of torch, on a machine without a GPU.
+"""Runs those tests/gpu/test_gpu_*.py files in which torch uses no GPU, on a machine without a GPU.
 
 Their engine uses the fake driver of gosrc/device/cuda and the versions of the kernels that run on the CPU.
 
     python tests/gpu/fake_gpu.py [pytest's arguments]
 
 The engine is compiled into build/fake, next to links to the package's files. `make fakepy` runs this program with the
-CGO_CXXFLAGS of Go's tests of the fake driver.
+same CGO_CXXFLAGS as `make fakegpu`.
 """
 
 from __future__ import annotations

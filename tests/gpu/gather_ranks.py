@@ -22,7 +22,7 @@ from overwire.offloading.sharing import BlockGroup
 from overwire.offloading.source import Source
 from overwire.offloading.stored import HostMemory, SharedMemory, StoredBlock, encode_block
 
-# A rank hangs if it runs for more seconds than HANGS. Each rank has BUFFERS buffers.
+# A rank that runs for more than HANGS seconds counts as hanging. Each rank has BUFFERS buffers.
 HANGS, BUFFERS = 120, 3
 
 HOST = torch.device("cpu")
@@ -77,7 +77,7 @@ class Rank:
         self.decodings.append((at, gpu.decode(self.device, self.stream, tasks, "X16"), out))
 
     def compare(self) -> None:
-        """Compares all blocks that were decoded."""
+        """Compares all decoded blocks with the bytes that they must have."""
         for at, batch, out in self.decodings:
             assert batch.wait() == [None, None]
             for place, tensor in zip(self.stored[at].places, self.tensors[at], strict=True):

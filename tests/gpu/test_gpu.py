@@ -86,7 +86,7 @@ def test_tensors_that_load_in_the_background(model: Path, file: str) -> None:
 
 
 def test_a_loop_that_changes_its_stream(model: Path) -> None:
-    """If tensors were read ahead for one torch stream, a program that uses another stream still gets right tensors."""
+    """If tensors were read ahead for one torch stream, programs that use another stream still get the right tensors."""
     want = ow.load_file(model / "packed.safetensors")
     side = torch.cuda.Stream()
     got = {}
@@ -188,7 +188,7 @@ def test_a_thousand_loads_free_their_memory(tmp_path: Path) -> None:
     for _ in range(1000):
         ow.load_file(tmp_path / "m", device="cuda")
     comes_true(lambda: used() <= before + (8 << 20))
-    # Many small tensors: first fewer than the engine caches for the next load, then more.
+    # Load many small tensors: first fewer than the engine caches for the next load, then more.
     for name, count in (("few", 40), ("many", 300)):
         ow.save_file({f"s{i}": torch.zeros(900_000, dtype=torch.uint8) for i in range(count)}, tmp_path / name, compress=True)
 

@@ -188,7 +188,7 @@ def test_out_and_capacity(contents: dict[int, bytes]) -> None:
 
 
 def test_encoding_on_the_gpu_gives_the_bytes_of_the_cpu(contents: dict[int, bytes]) -> None:
-    """X16 streams of a known type have the same bytes as from the CPU, even in the caller's memory."""
+    """If the dtype is known, the GPU encodes the same X16 streams as the CPU, even into the caller's memory."""
     for kind, bitstream in zip(KINDS, codecs.BITSTREAMS, strict=True):
         codec = nvcomp.Codec(algorithm="X16", data_type="bfloat16", bitstream_kind=kind, uncomp_chunk_size=16384)
         for size in (0, 7, 65536, 65537):

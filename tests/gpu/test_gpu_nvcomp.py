@@ -58,8 +58,8 @@ class StandIn:
 
 
 def marked(stream: bytes) -> bytes:
-    """Returns a stream that overwire does not recognise as its own. The head of a native stream is changed, and a mark
-    is put before other streams."""
+    """Returns a stream in a form that overwire does not recognise. A native stream gets another head, and other streams
+    get a prefix."""
     return MARK + stream[5:] if stream[:4] == b"OWBS" else MARK + b"+" + stream
 
 

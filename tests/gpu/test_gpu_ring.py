@@ -44,7 +44,7 @@ class Stream:
 
 
 class Computing:
-    """The host, which computes immediately."""
+    """Replaces torch's current stream. The host computes immediately, so waiting does nothing."""
 
     def record_event(self) -> None: ...
 

@@ -29,7 +29,7 @@ def test_every_habit_is_below_its_ceiling() -> None:
     ],
 )
 def test_habits_are_recognised(habit: str, text: str, count: int) -> None:
-    """A word is counted only in the sense in which another word should replace it."""
+    """Each habit's pattern finds the habit, but no other use of the same words."""
     assert len(prose.HABITS[habit].findall(text)) == count
 
 

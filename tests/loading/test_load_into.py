@@ -92,7 +92,7 @@ def test_a_fused_parameter(tmp_path: Path, compress: bool) -> None:
 
 
 def test_destinations_that_need_a_copy(tmp_path: Path, compress: bool) -> None:
-    """A destination of another dtype, with strides, or in memory of an earlier destination is filled through a copy."""
+    """A destination is filled through a copy if it has another dtype or strides, or overlaps an earlier destination."""
     tensor = torch.randn(64, 48).bfloat16()
     path = make(tmp_path / "m.safetensors", compress, {"a": tensor, "b": tensor + 1})
     cast, strided, both = (

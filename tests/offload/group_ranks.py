@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from overwire.offloading import tiers
 
-# A rank hangs if it runs for more seconds than this.
+# A rank that runs for more seconds than this counts as hanging.
 HANGS = 120
 
 

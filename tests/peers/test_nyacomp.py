@@ -1,5 +1,4 @@
-"""Tests nyacomp's functions under their own names: manifests, bundles in nyacomp's and overwire's layout, checkpoints,
-and variables."""
+"""Tests the drop-in for nyacomp: manifests, bundles in nyacomp's and overwire's layout, checkpoints, and variables."""
 
 from __future__ import annotations
 

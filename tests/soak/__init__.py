@@ -1,6 +1,6 @@
-"""Tests overwire's public interface with random loops for a given time.
+"""Tests overwire's public interface with random data and faults for a given time.
 
-A seed chooses the loops. Some of them run concurrently or cause faults.
+A loop repeats one kind of test with new random data. A seed chooses the loops and their data.
 
 `make soak SECONDS=600 SEED=7`, or `python tests/soak`. See `__main__`.
 """

@@ -1,13 +1,13 @@
-"""Runs loops over overwire's public interface for a given time, and then prints a table of counts.
+"""Tests overwire's public interface with random loops for a given time, and then prints a table of counts.
 
     make soak SECONDS=600 SEED=7           or: python tests/soak --seconds 600 --seed 7
     python tests/soak --list               prints the loops and their promises
     python tests/soak --seed 7 --only damage --round 12 --device cpu --seconds 60
                                            repeats one round until it fails
 
-The seed chooses each loop, and a round's models, faults and times. It does not control how threads and processes run
-concurrently, so a failure may need several tries. A round runs in a separate process with a time limit. The exit status
-is 0 if nothing failed.
+The seed determines the order of the loops, and the models, faults and times of each round. It does not control how
+threads and processes run concurrently, so a failure may need several tries. A round runs in a separate process with a
+time limit. The exit status is 0 if nothing failed.
 """
 
 from __future__ import annotations

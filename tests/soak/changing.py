@@ -1,4 +1,4 @@
-"""Loops in which data changes: files in place, sleeping tensors, tensors with deltas."""
+"""Loops in which data changes: files that are rewritten in place, tensors that sleep, tensors that get deltas."""
 
 from __future__ import annotations
 
@@ -58,9 +58,9 @@ def _read(path: Path, versions: dict[int, Tensors], plain: bool, round_: Round, 
 
 
 def sleeps(round_: Round) -> None:
-    """Tensors that sleep and wake in several threads during loads wake bit for bit, and their files have the same
-    tensors. If a sleep times out or is refused for its memory, the tensors do not change. If two threads wake the same
-    tensors, they are woken once."""
+    """If threads put tensors to sleep and wake them during loads, the tensors are restored bit for bit, and their files
+    have the same tensors. If a sleep times out, or is refused because of its memory, the tensors do not change. If two
+    threads wake the same tensors, they are woken once."""
     rng = round_.rng
     stored = store(rng, round_.folder / "model", random_tensors(rng, 1 << 18))
     sleepers = [

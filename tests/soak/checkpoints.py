@@ -49,7 +49,7 @@ def _save(rng: random.Random, at: Any, versions: Versions, number: int, options:
 
 
 def _load(rng: random.Random, at: Any, versions: Versions, options: Any = None) -> int:
-    """Returns the version of a complete checkpoint or, if load_file reads it, of its model."""
+    """Loads a checkpoint, or only its model with load_file, and returns the version. Raises Failure for a mixture."""
     if options is None and rng.random() < 0.3:
         number: int = which(ow.load_file(at, framework="pt"), versions)
         return number
@@ -121,8 +121,8 @@ def _look_and_save(round_: Round, folder: Path, versions: Versions) -> tuple[int
 
 def ranks(round_: Round) -> None:
     """Two ranks replace a checkpoint of sharded tensors until one or both are killed. A new job starts immediately,
-    while the other rank may still write. If two ranks load at the same time, both get the same complete save, or both
-    get an error that it was replaced."""
+    while a rank of the killed job may still write. If two ranks load at the same time, both get the same complete save,
+    or both get an error that it was replaced."""
     rng, folder = round_.rng, round_.folder / "out"
     folder.mkdir()
     jobs = 0

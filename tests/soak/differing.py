@@ -147,7 +147,7 @@ def _bytes_or_class(file: Any, name: str) -> bytes | type:
 
 
 class _OfFrame:
-    """A frame that the engine refuses. libzstd accepts some blocks that the engine's library refuses."""
+    """The result for a Zstandard frame that the engine refuses. The portable reader's libzstd accepts some of these."""
 
 
 def _compare_readers(round_: Round, path: Path) -> None:
@@ -236,12 +236,12 @@ def _compare_with_verify(round_: Round, path: Path, want: dict[str, Any]) -> Non
         round_.count("as before" if got == want else "found by verify")
 
 
-# -- files of torch.save
+# -- torch.save files
 
 
 def torch_files(round_: Round) -> None:
     """For a torch.save file, even with a changed pickle, convert gives the same names, dtypes, shapes and bytes as
-    torch.load or raises an error of overwire. It converts every unchanged file."""
+    torch.load, or raises an overwire error. It converts every unchanged file."""
     warnings.simplefilter("ignore")
     rng, path = round_.rng, round_.folder / "m.pt"
     while round_.lasts():
@@ -358,7 +358,7 @@ def _compare_with_torch(round_: Round, path: Path, kept: dict[Any, Any] | None) 
             got = {name: file.get_tensor(name) for name in file}
     except ow.OverwireError as error:
         if kept is not None and len(set(names)) == len(names):
-            raise Failure("unexpected error", f"a file of torch.save is refused: {error}") from error
+            raise Failure("unexpected error", f"a torch.save file is refused: {error}") from error
         round_.count("refusals")
         return
     if want is None:

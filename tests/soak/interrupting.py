@@ -23,7 +23,7 @@ Work = Callable[[random.Random], None]
 
 
 def _works(round_: Round, stored: Stored, versions: dict[int, Tensors]) -> dict[str, tuple[Work, Callable[[], None]]]:
-    """Returns, by name, work that may be interrupted at any time, and a check that must succeed afterwards."""
+    """Returns a dict of pairs: work that may be interrupted at any time, and a check that must succeed afterwards."""
     folder, device = round_.folder / "out", round_.device
     folder.mkdir()
     state = clones(stored.tensors, device)
@@ -89,7 +89,8 @@ def _works(round_: Round, stored: Stored, versions: dict[int, Tensors]) -> dict[
 
 def cancels(round_: Round) -> None:
     """Ctrl-C at a random time ends every function with KeyboardInterrupt, and a timeout ends it with DeadlineError.
-    Then tensors have not changed, each file is the old or the new one, nothing is open, and the next call works."""
+    Afterwards the tensors are unchanged, each file is the old or the new one, nothing is open, and the next call
+    works."""
     rng = round_.rng
     base = random_tensors(rng, rng.choice((1 << 14, 1 << 20, 1 << 23)))
     stored = store(rng, round_.folder / "model", random_tensors(rng, rng.choice((1 << 16, 1 << 22))))

@@ -27,18 +27,18 @@ def hang(round_: Round) -> None:
 
 
 def leak(round_: Round) -> None:
-    """A temporary file stays."""
+    """Leaves a temporary file."""
     os.close(tempfile.mkstemp()[0])
 
 
 def untyped_error(round_: Round) -> None:
-    """Raises an exception in a thread that is not an error of overwire."""
+    """Raises KeyError in a thread, which is not an overwire error."""
     with round_.may_raise(ow.OverwireError):
         round_.beside(lambda thread, rng: {}["missing"])
 
 
 def unexpected_error(round_: Round) -> None:
-    """Raises an error of overwire in a child process that the loop does not expect."""
+    """Raises an unexpected overwire error in a child process."""
     round_.in_child(lambda child: ow.load_file(round_.folder / "none.safetensors"))
 
 

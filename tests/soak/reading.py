@@ -45,8 +45,8 @@ class Shared:
 
 
 def threads(round_: Round) -> None:
-    """If threads load, slice, stream, pin, verify and close the same models at the same time, each gets the saved bytes
-    in its own memory, or ArgumentError if another thread has closed the model."""
+    """If threads load, slice, stream, pin, verify and close the same models at the same time, each thread gets
+    the saved bytes in its own memory, or ArgumentError if another thread has closed the model."""
     rng = round_.rng
     size = rng.choice((1 << 14, 1 << 20, 1 << 22))
     models = [Shared(store(rng, round_.folder / f"m{n}", random_tensors(rng, size))) for n in range(rng.randint(1, 3))]
@@ -75,7 +75,7 @@ def _whole(round_: Round, rng: random.Random, model: Shared) -> None:
     loaded = ow.load_file(model.stored.path, device=round_.device, framework=framework, **options)
     compare_all(loaded, model.stored.tensors, names)
     round_.count("loads")
-    if framework == "pt" and rng.random() < 0.3:  # the caller owns the tensors, so no other load may see this
+    if framework == "pt" and rng.random() < 0.3:  # the caller owns the tensors, so other loads must not see the change
         for tensor in loaded.values():
             as_bytes(tensor).fill_(77)
 

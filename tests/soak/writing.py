@@ -100,9 +100,9 @@ TARGETS: dict[str, Target] = {
 
 
 def kills(round_: Round) -> None:
-    """A writer (of a file, shards, a bundle, a converted folder, a delta, or a sleep's file) is killed at a random
-    time. Readers get the complete old or new model, during the write and after it. The next save removes the killed
-    writer's files."""
+    """A process that writes a file, shards, a bundle, a converted folder or a delta, or sleeps to a file, is killed at
+    a random time. Readers get the complete old or new model, during the write and after it. The next save removes the
+    killed writer's files."""
     rng = round_.rng
     name = rng.choice(list(TARGETS))
     target, folder = TARGETS[name], round_.folder / "out"
@@ -130,8 +130,8 @@ def kills(round_: Round) -> None:
 
 
 def _wait_for_an_instant(rng: random.Random, folder: Path) -> None:
-    """Waits for a random time, or until shortly after a file of the folder was renamed. Other files may not be renamed
-    yet at that time."""
+    """Waits for a random time, or until shortly after a file of the folder was renamed. Other files may still have
+    their temporary names then."""
     time.sleep(rng.choice((0.2, 0.4, 0.8)) * rng.random())
     before, until = _places(folder), time.monotonic() + rng.choice((0, 1))
     while time.monotonic() < until and _places(folder) == before:

@@ -236,7 +236,7 @@ func twin(size int, src []byte, transform uint8) ([]byte, error) {
 	return out, err
 }
 
-// agree fails the test unless the twin and Decode both accept or both reject a chunk, and give the same bytes.
+// agree fails the test unless the slow decoder and Decode both accept or both reject a chunk, and give the same bytes.
 func agree(t *testing.T, size int, chunk []byte, transform uint8) {
 	t.Helper()
 	want, bad := twin(size, chunk, transform)
@@ -251,7 +251,7 @@ func agree(t *testing.T, size int, chunk []byte, transform uint8) {
 	}
 }
 
-// Decode agrees with its twin on intact chunks and on changed ones.
+// Decode agrees with the slow decoder on intact and on changed chunks.
 func TestTwin(t *testing.T) {
 	seed := uint64(time.Now().UnixNano())
 	t.Logf("seed %d", seed)
@@ -276,7 +276,7 @@ func TestTwin(t *testing.T) {
 	}
 }
 
-// Decode and its twin agree on any input.
+// Decode and the slow decoder agree on any input.
 func FuzzTwin(f *testing.F) {
 	r := rand.New(rand.NewPCG(7, 3))
 	var e Encoder

@@ -186,8 +186,8 @@ func TestSlots(t *testing.T) {
 	}
 }
 
-// A plane's frame must be a single frame without a dictionary that states the plane's size. Nothing may come before
-// or after it.
+// A plane must be a single frame that states the plane's size and has no dictionary. Nothing may come before or after
+// the frame.
 func TestFrames(t *testing.T) {
 	text := bytes.Repeat([]byte("a few words, again and again; "), 9)
 	encoder := func(o ...zstd.EOption) *zstd.Encoder {

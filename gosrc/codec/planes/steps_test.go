@@ -56,7 +56,7 @@ func TestSplitAndMerge(t *testing.T) {
 	}
 }
 
-// Chunks of every length around the ends of lanes and blocks round-trip, with the decoder and with its twin.
+// Chunks of every length around the ends of lanes and blocks round-trip, with Decode and with the slow decoder.
 func TestLengths(t *testing.T) {
 	seed := uint64(time.Now().UnixNano())
 	t.Logf("seed %d", seed)

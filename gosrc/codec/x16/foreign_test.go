@@ -12,8 +12,9 @@ import (
 // sizeOf returns the logical size of whole tiles and a tail in bytes.
 func sizeOf(transform uint8, tiles, tail int) int { return tiles*256*page[transform].width/8 + tail }
 
-// Every twin decodes chunks that docs/format.md allows but our encoder never writes: different alias tables, symbols in
-// any order, escapes for values that have a symbol, stored constant planes, and segments of any number of tiles.
+// The decoder of every level decodes chunks that docs/format.md allows but our encoder never writes: different alias
+// tables, symbols in any order, escapes for values that have a symbol, stored constant planes, and segments of any
+// number of tiles.
 func TestForeignChunks(t *testing.T) {
 	seed := uint64(time.Now().UnixNano())
 	t.Logf("seed %d", seed)

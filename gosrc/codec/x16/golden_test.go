@@ -87,8 +87,8 @@ func TestUpdateGoldens(t *testing.T) {
 	}
 }
 
-// Every twin decodes the chunks of older writers. The encoder still writes the same bytes. If its choices change,
-// this test fails, and the goldens must be updated deliberately.
+// The decoder of every level decodes the chunks of older writers. The encoder still writes the same bytes. If its
+// choices change, this test fails, and the goldens must be updated deliberately.
 func TestGoldens(t *testing.T) {
 	for _, g := range readGoldens(t) {
 		dst := make([]byte, g.logical)

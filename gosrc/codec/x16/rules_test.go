@@ -17,7 +17,7 @@ type rules struct {
 	segs        int
 }
 
-// escaped returns a bf16 chunk of 12 tiles in two segments, each with escapes.
+// escaped returns a bf16 chunk of 12 tiles in two segments. Both segments have escapes.
 func escaped(t *testing.T) rules {
 	t.Helper()
 	src := make([]byte, 2*256*12+3)

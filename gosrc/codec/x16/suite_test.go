@@ -18,7 +18,7 @@ func twin(transform uint8, l Level) codectest.Codec {
 	}
 }
 
-// For every transform, every twin passes the codec test suite.
+// For every transform, the decoder of every level passes the codec test suite.
 func TestSuite(t *testing.T) {
 	const seed = 2
 	r := rand.New(rand.NewPCG(seed, 0))
@@ -60,7 +60,8 @@ func agree(t *testing.T, p []byte, size int, transform uint8, st uint16) (ok boo
 	return wantErr == nil
 }
 
-// The twins agree on chunks with damage in critical parts: the table, the directory, states, words and escapes.
+// The decoders of all levels agree on chunks with damage in critical parts: the table, the directory, states, words and
+// escapes.
 func TestTwinsAgree(t *testing.T) {
 	const seed = 3
 	t.Logf("seed %d", seed)
@@ -117,7 +118,7 @@ func hurt(r *rand.Rand, p []byte) {
 	}
 }
 
-// FuzzDecode compares the twins on arbitrary input.
+// FuzzDecode compares the decoders of all levels on arbitrary input.
 func FuzzDecode(f *testing.F) {
 	r := rand.New(rand.NewPCG(4, 0))
 	e := Encoder{segTiles: 3}

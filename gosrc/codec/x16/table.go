@@ -79,8 +79,8 @@ func newTable(freq [16]uint8) (t table) {
 	for k, f := range freq {
 		remaining[k] = int(f)
 	}
-	// Buckets are closed one at a time. The giver is the symbol that fills the rest of the bucket; if it has fewer than
-	// 16 slots left, its own bucket is closed later. The mean is 16, so there is a giver for every bucket below 16.
+	// Buckets are closed one at a time. The giver is the symbol that fills the rest of the bucket. If a giver has fewer
+	// than 16 slots left, its own bucket is closed later. The mean is 16, so there is a giver for every bucket below 16.
 	var isClosed [16]bool
 	for range 16 {
 		b := -1

@@ -6,7 +6,7 @@ import (
 	"testing"
 )
 
-// For every sample and size, every twin decodes the original bytes.
+// For every sample and size, the decoder of every level gives the original bytes.
 func TestRoundTrip(t *testing.T) {
 	const seed = 1
 	t.Logf("seed %d", seed)

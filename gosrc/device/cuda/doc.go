@@ -19,9 +19,9 @@ var machineCode = map[string][]int{"amd64": {80, 90, 100, 120}, "arm64": {90, 10
 
 const ptx = 80
 
-// KernelCodeFor returns the code that a GPU of a compute capability ("8.7") runs: machine code such as "sm_80" for the
-// GPU's generation that is not newer than the GPU, "PTX", which the driver compiles at first use, or "" if there is
-// none.
+// KernelCodeFor names the code that GPUs of a compute capability ("8.7") run. "sm_80", for example, is machine code for
+// the same major and an equal or lower minor version. "PTX" means that the driver compiles the code at first use, and
+// "" that overwire has no code for these GPUs.
 func KernelCodeFor(compute string) string {
 	return machineCodeFor(machineCode[runtime.GOARCH], compute)
 }

@@ -53,7 +53,7 @@ func TestLength(t *testing.T) {
 }
 
 // A header is parsed completely or not at all. Parsing with too few or too many header bytes gives an argument error,
-// and a different file size means an invalid file.
+// and a file that is longer or shorter than its header says is invalid.
 func TestEveryByteOfAHeader(t *testing.T) {
 	head, err := AppendHeader(nil, map[string]string{"a": "b"},
 		[]Entry{{"w", tensor.F32, []int64{2, 1}, 0, 8}, {"x", tensor.U8, []int64{1}, 8, 9}}, 0)

@@ -325,7 +325,7 @@ func (s scribe) file() []byte {
 
 const marks = `{}[]:,"\0123456789-+.eEu nt`
 
-// hurt makes random changes that may break a rule.
+// hurt makes random changes to the header of a file. They may make the file invalid.
 func (s scribe) hurt(file []byte) []byte {
 	b := bytes.Clone(file)
 	n := int(binary.LittleEndian.Uint64(b))

@@ -49,8 +49,8 @@ func leftOfGroups(mount, membership string) int64 {
 	return left
 }
 
-// usedBy returns the bytes of a control group that the kernel cannot drop. The page cache does not count, except
-// shared memory, which has no file to read it from again. used is the name of the group's private memory.
+// usedBy returns how many bytes of a control group the kernel cannot drop. The page cache does not count, except for
+// shared memory, which cannot be read from a file again. used is the name of the group's private memory.
 func usedBy(stat, used string) int64 {
 	bytes, _ := Field(stat, used)
 	shmem, isHierarchical := Field(stat, "total_shmem ")

@@ -2,8 +2,7 @@ package modelfiles
 
 import "testing"
 
-// Names are parsed in the forms in which libraries write them. Adding and removing a mark does not change the rest of
-// the name.
+// Names are parsed in the forms in which libraries write them. WithMark and Family do not change the rest of a name.
 func TestNames(t *testing.T) {
 	for name, want := range map[string]Name{
 		"model.safetensors":                                   {Stem: "model"},

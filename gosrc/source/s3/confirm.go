@@ -122,9 +122,9 @@ func (u *upload) absentError(ctx context.Context, err error) error {
 	return err
 }
 
-// beginAnew ends the upload id after the store refused a part without a checksum. The next part then begins an
-// upload with checksums. It reports whether the refused part should be sent again. That is also true if another
-// part has already ended the upload.
+// beginAnew aborts the upload with this id after the store refused a part without a checksum. The next part then begins
+// an upload with checksums. beginAnew reports whether to send the refused part again. It returns true without aborting
+// anything if the upload was already replaced because of another part.
 func (u *upload) beginAnew(ctx context.Context, id *string, err error) bool {
 	u.mu.Lock()
 	defer u.mu.Unlock()

@@ -194,8 +194,8 @@ func statusOf(err error) string {
 const noCredentials = "no credentials: storage_options has no key and secret or profile, AWS_ACCESS_KEY_ID is " +
 	"not set, and no profile, container or instance has any; anon=True reads public objects unsigned"
 
-// lackCredentials returns the error for missing credentials. With its rule, callers can retry without
-// credentials, because the object may be public.
+// lackCredentials returns the error for missing credentials. Callers recognise it by the rule NoCredentials, and can
+// retry without credentials, because the object may be public.
 func lackCredentials(format string, args ...any) error {
 	return errs.WithRule("NoCredentials", errs.New(errs.ErrPermission, format, args...))
 }

@@ -227,7 +227,8 @@ func contentRange(out *s3.GetObjectOutput) (lo, n, size int64, err error) {
 	return lo, n, size, nil
 }
 
-// encodingOf returns the encoding that changes the bytes of a response. The SDK only reads the first header.
+// encodingOf returns the first content encoding that changes the bytes of a response, or "". It uses the raw response,
+// because the SDK ignores all Content-Encoding headers after the first.
 func encodingOf(out *s3.GetObjectOutput) string {
 	if resp, ok := awsmiddleware.GetRawResponse(out.ResultMetadata).(*smithyhttp.Response); ok {
 		return route.Encoding(resp.Header)

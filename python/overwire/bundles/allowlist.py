@@ -51,7 +51,7 @@ _ACTIVATIONS = frozenset(
 
 # The attributes of a module that contain its parts.
 _PARTS = ("_parameters", "_buffers", "_modules")
-# The bytes that are charged for a module in addition to its own attributes.
+# How many bytes are charged for a module in addition to its own attributes.
 _MODULE = 4096
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from ..errors import FormatError, UntrustedPickleError
 
-# The bytes that an attribute takes in a dict, and the most characters of a name that a message shows.
+# How many bytes an attribute takes in a dict, and the most characters of a name that a message shows.
 ATTRIBUTE = 100
 LONGEST = 200
 

@@ -2,7 +2,7 @@
 
 Tensors are pickled as torch pickles them, except that their storages become blobs. torch itself thus restores
 ties, views of one storage, strides, parameters, requires_grad, subclasses, quantised and sparse tensors.
-numpy arrays become (blob, offset, shape, strides).
+The memory of numpy arrays also becomes blobs.
 
 Files contain these persistent ids, so they must not change:
 

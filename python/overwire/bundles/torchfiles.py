@@ -60,7 +60,7 @@ _TIMES = 64
 _LONGEST = 1 << 10
 #: The most bytes of one read (_STEP), and of one read that only computes a checksum (_BLOCK).
 _STEP, _BLOCK = 64 << 20, 1 << 20
-#: The bytes that are charged for an entry in addition to its characters, and the most bits of an integer.
+#: How many bytes are charged for an entry in addition to its characters, and the most bits of an integer.
 _ENTRY, _BITS = 64, 1 << 10
 # The dtypes of typed storages, by the prefix of the storage class.
 _STORAGES = {

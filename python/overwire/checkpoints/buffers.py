@@ -22,7 +22,7 @@ from .._imports import start_thread
 from .._undo import after_error
 from ..errors import OutOfMemoryError
 
-# The bytes that one thread allocates at a time.
+# How many bytes one thread allocates at a time.
 _STEP = 64 << 20
 
 

@@ -47,7 +47,7 @@ _FINE = 16 << 20
 _LARGEST, _TOGETHER = (2 << 30) - 1, (4 << 30) - 1
 _ALIGN = 256
 
-#: The bytes of a packed request.
+#: The size of a packed request.
 REQUEST = 48
 
 # After this many pieces, the ranks check whether one of them has failed.
@@ -72,13 +72,13 @@ class Wants(NamedTuple):
 
 
 def share_of_rank(ranks: int, share: int, buffers: int = 1) -> int:
-    """Returns the bytes of each rank's share of a buffer: `share`, or less if one buffer, or all `buffers` buffers that
-    are decoded together, would be too large."""
+    """Returns the size of each rank's share of a buffer: `share`, or less if a buffer, or all `buffers` buffers
+    together, would be too large. They are decoded together."""
     return min(share, _LARGEST // ranks, _TOGETHER // buffers // ranks) // _ALIGN * _ALIGN
 
 
 def mapped_share(ranks: int, room: int) -> int:
-    """Returns the bytes of each rank's share if ranks map each other's memory: room for eight chunks, within limits.
+    """Returns the size of each rank's share if ranks map each other's memory: room for eight chunks, within limits.
     room: see `Model.room`."""
     return share_of_rank(ranks, min(SHARE, max(_FINE, 8 * room)), STAGES)
 

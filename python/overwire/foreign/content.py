@@ -37,7 +37,7 @@ _THREADS = 4
 class Stored(Protocol):
     """A tensor in a file of another library.
 
-    dtype: a safetensors name. shape: counts elements, as in the plain file's header.
+    dtype: a safetensors name. shape: in elements, even if an element has less than a byte.
     """
 
     @property

@@ -76,7 +76,7 @@ def open_content(path: str, kind: str, compare: bool = True, scratch: str | None
 
 
 def size_of(path: str, kind: str) -> int:
-    """Returns the bytes of a file, or of the files in a folder that are a part of a model of this kind."""
+    """Returns the size of a file, or of the files in a folder that belong to a model of this kind, in bytes."""
     if kind not in ("dcp", "shards"):
         return os.stat(path).st_size
     names = os.listdir(path)

@@ -184,7 +184,7 @@ def copy_of(tensor: Any, dtype: torch.dtype | None = None, flips: Sequence[int] 
     return into
 
 
-# The elements of a step. torch copies so few elements without OpenMP's threads, for which a forked child would wait
+# A step copies fewer elements than this, so torch does not use OpenMP's threads. A forked child would wait for them
 # forever, because they exist only in the parent.
 _STEP = 32768
 

@@ -152,7 +152,7 @@ def divide_into_batches(
 
 
 def _round_sizes(sizes: Iterable[int]) -> int:
-    # Returns the bytes that torch allocates for contiguous tensors of these sizes.
+    # Returns how many bytes torch allocates for contiguous tensors of these sizes.
     return sum(-(-size // _ROUND) * _ROUND for size in sizes)
 
 

@@ -21,7 +21,7 @@ import torch
 
 __all__ = ["Group", "Publisher", "Push"]
 
-# The bytes of one broadcast, and the seconds between two polls of the other ranks' answers.
+# The size of one broadcast, and the seconds between two polls of the other ranks' answers.
 _STEP, _TICK = 64 << 20, 0.002
 
 

@@ -1,1 +1,1 @@
-"""Opens models: their sources, tensor tables, selections, plans, and loads."""
+"""Opens models, and selects and loads their tensors."""

@@ -73,7 +73,7 @@ class StoredBlock(NamedTuple):
     await_files: Callable[[], None] | None = None
 
     def bytes_on_host(self) -> int:
-        """Returns the bytes of host memory that this process's part of the block takes."""
+        """Returns how many bytes of host memory this process's part of the block takes."""
         return 0 if self.memory.is_on_device else self.memory.part[1] - self.memory.part[0]
 
     def pack_tasks(self, source: int, slot: int) -> bytes:
@@ -231,7 +231,7 @@ def encode_block(
 def _parts_to_load(
     memory: StoredMemory, contents: list[tuple[int, codecs.Span | FileStream]]
 ) -> list[tuple[int, int, int, int]]:
-    # Returns the parts of the files' streams that this process stores. contents: the offset of each stream.
+    # Returns the parts of the files' streams that this process stores. contents: streams with their offsets.
     start, end = memory.part
     parts = []
     for offset, one in contents:
@@ -242,7 +242,7 @@ def _parts_to_load(
 
 
 def _fill_memory(memory: StoredMemory, spans: list[tuple[int, codecs.Span]], device: torch.device) -> None:
-    # Copies the part of the streams that `memory` stores. spans: the offset of each stream, and its bytes.
+    # Copies the part of the streams that `memory` stores. spans: streams with their offsets.
     stream = gpu.current_stream(device.index) if device.type == "cuda" else 0
     start, end = memory.part
     for offset, span in spans:

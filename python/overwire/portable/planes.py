@@ -118,7 +118,7 @@ def _decode_plane(reader: _Reader, table: tuple[list[int], list[int], list[int]]
 
 
 def _check_frame(frame: bytes, count: int) -> None:
-    # Expects a single frame without a dictionary that states its content size: RFC 8878, 3.1.1.1.
+    # Expects a single frame that states its content size and has no dictionary: RFC 8878, 3.1.1.1.
     _check_planes(frame[:4] == b"\x28\xb5\x2f\xfd" and len(frame) > 5, "the start of a frame")
     flags = frame[4]
     is_single, size_bytes = bool(flags & 32), (1 if flags & 32 else 0, 2, 4, 8)[flags >> 6]

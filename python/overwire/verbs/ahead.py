@@ -299,7 +299,7 @@ def _torch_context(model: Model) -> tuple[Any, ...]:
 
 
 def _window_sizes(model: Model) -> tuple[int, int]:
-    """Returns the bytes of the first window, and the most bytes that any window may have."""
+    """Returns the size of the first window and the maximum size of a window, in bytes."""
     if model.device == "cpu":
         return _FIRST, _MOST
     from ..frameworks.torch import unused

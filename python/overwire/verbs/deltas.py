@@ -180,7 +180,7 @@ class Delta(HandleOwner):
         return self._about["news"][self._place_of(name)]
 
     def stored(self, name: str) -> int:
-        """Returns the bytes that a tensor takes in the file, or 0 if it does not change or shares another's bytes."""
+        """Returns how many bytes a tensor takes in the file: 0 if it is unchanged or shares another tensor's bytes."""
         return self._about["stored"][self._place_of(name)]
 
     def _place_of(self, name: str) -> int:

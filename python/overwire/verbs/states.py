@@ -65,7 +65,7 @@ class ModelSide:
 
 
 def _is_of_one_model(path: str, other: str) -> bool:
-    # Returns whether two paths lead to the same file, or have names of files of the same model in the same folder.
+    # Returns whether two paths lead to the same file, or to files of the same model, according to folder and names.
     if is_remote(path) != is_remote(other):
         return False
     names = [parse_name(os.path.basename(one)) for one in (path, other)]

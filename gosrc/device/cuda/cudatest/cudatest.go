@@ -53,7 +53,7 @@ func FailCall(nth int64, code int, sticky bool) {
 	C.owcu_fake_fail(C.int64_t(nth), C.int(code), cBool(sticky))
 }
 
-// RefuseContext makes the next calls that get the current context fail. Queued work continues.
+// RefuseContext lets the driver refuse the next requests for the current context. Queued work continues.
 func RefuseContext(times int) { C.owcu_fake_refuse_context(C.int(times)) }
 
 // LoseDevice simulates a lost device: every later call fails with code.

@@ -7,16 +7,15 @@ import (
 	"time"
 )
 
-// keepBytes and keepPieces limit the permanent cache, which is enough for the small tensors of most models. Blocks
-// beyond it are freed when no block was added or taken for keepFor, so that a model that replaces another can reuse
-// them.
+// keepBytes and keepPieces limit the permanent cache, which is enough for the small tensors of most models. The cache
+// keeps further blocks until no block was added or taken for keepFor, so that the next model can reuse them.
 const (
 	keepBytes  = 128 << 20
 	keepPieces = 64
 	keepFor    = time.Second
 )
 
-// A keptBlock is device memory without a holder that no work uses.
+// A keptBlock is device memory that has no holder and is not used by any work.
 type keptBlock struct {
 	at    uint64
 	bytes uint64

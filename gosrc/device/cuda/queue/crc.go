@@ -63,8 +63,8 @@ var powers = sync.OnceValue(func() *crcPowers {
 	return table
 })
 
-// crcOfZeros returns the CRC of n zeros, to which the sums of the parts are added. It is not 0, because a CRC starts
-// with ones, which the bytes shift, and its bits are inverted at the end.
+// crcOfZeros returns the CRC of n zero bytes, to which the sums of the parts are added. It is not 0, because a CRC
+// starts with all bits set and is inverted at the end.
 func crcOfZeros(n uint32) uint32 {
 	pow := powers()
 	return ^multiplyCRC(^uint32(0), multiplyCRC(pow.bytes[n%C.OW_CRC_PART], pow.parts[0][n/C.OW_CRC_PART]))

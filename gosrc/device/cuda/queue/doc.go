@@ -1,6 +1,6 @@
 // Package queue does the work of one load on a GPU. A queue has pinned slots, streams and, unless the device is
 // coherent, staging memory of the same size on the device. Chunks are copied in stored form and then decoded to their
-// destinations in device memory. Only package cuda makes a Pool.
+// destinations in device memory. Only package cuda creates Pools.
 //
 // All functions are safe for concurrent use unless documented otherwise. Chunks are validated on the host before a
 // kernel reads them, and kernels are safe for any bytes. A corrupt chunk fails only its own task, and the context stays

@@ -96,6 +96,6 @@ def safetensors_name(kind: Kind) -> str | None:
 
 
 def integers_name(kind: Kind) -> str:
-    """Returns the safetensors dtype for Cascaded: integers of the element's size."""
+    """Returns the dtype that the Cascaded codec uses for a kind: integers of the same size, or U8 if there are none."""
     code, bits, lanes = kind
     return f"{'I' if code == 0 else 'U'}{bits}" if bits in (8, 16, 32, 64) and lanes == 1 else "U8"

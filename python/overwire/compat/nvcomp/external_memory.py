@@ -1,4 +1,5 @@
-"""Implements nvidia.nvcomp.external_memory. Allocators return it for memory that must be freed before its stream."""
+"""Implements nvidia.nvcomp.external_memory. A user's allocator returns an ExternalMemory if the stream must outlive the
+memory."""
 
 from __future__ import annotations
 

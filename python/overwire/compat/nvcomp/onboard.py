@@ -159,7 +159,7 @@ def encode(
     return outputs
 
 
-# The bytes of the sample from which a transform is chosen if the type does not determine it.
+# The size of the sample from which a transform is chosen if the type does not determine it.
 _SAMPLE = 256 << 10
 
 

@@ -19,7 +19,7 @@ LIMIT = 500 << 20
 
 
 def tensor_size(tensor: Any) -> int:
-    """Returns the bytes of a tensor's elements."""
+    """Returns the size of a tensor's elements in bytes."""
     return int(tensor.nelement() * tensor.element_size())
 
 
@@ -63,7 +63,7 @@ def merge_tensors(tensors: Sequence[Any], maxsize: float = 0) -> tuple[list[Any]
 
 
 def calculate_makespan(tensors: Sequence[Any]) -> int:
-    """Returns the bytes of the fullest bin if these tensors are spread over NUM_THREADS bins."""
+    """Returns the size of the fullest bin in bytes if these tensors are spread over NUM_THREADS bins."""
     return _makespan([tensor_size(tensor) for tensor in tensors])
 
 

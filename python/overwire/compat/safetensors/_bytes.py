@@ -54,7 +54,7 @@ def write(tensor_dict: dict[str, Any], filename: Any, metadata: dict[str, str] |
     path = os.fspath(filename)
     with writing():
         descriptions = [(name, spec.describe()) for name, spec in tensor_dict.items()]
-        # `beside` leaves other files in the folder unchanged, because transformers writes the index of its shards last.
+        # `beside` allows an older index.json of the same name. transformers replaces it after writing the shards.
         save_bytes(descriptions, path, metadata, compress=compress, beside=True)
 
 

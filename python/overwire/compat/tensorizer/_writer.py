@@ -23,7 +23,7 @@ from ._types import TensorType, refuse_text
 if TYPE_CHECKING:
     import torch
 
-# The bytes that tensorizer reserves for the index. A larger index gets more space if its size is known before the first
+# How many bytes tensorizer reserves for the index. A larger index gets more space if its size is known before the first
 # tensor is written.
 _INDEX_BYTES = 256 * 1024
 _HEAD_BYTES = 73

@@ -41,7 +41,7 @@ _GB = 10**9
 # The parts of a complete record.
 _RECORD = {"tensors": dict, "names": dict, "modules": dict, "origins": str}
 
-# The bytes of each read. They are then read again, from the processor's cache.
+# The size of each read. The same bytes are then read again, from the processor's cache.
 _BLOCK = 1 << 20
 
 

@@ -328,7 +328,7 @@ def _find_overlaps(stretches: list[tuple[int, int, list[_Block]]], low: int, hig
 
 
 def _rows_of(target: torch.Tensor) -> tuple[int, int]:
-    # Returns the bytes of a row and the distance between rows, or (0, 0) if rows are not equally spaced.
+    # Returns the size of a row and the distance between rows in bytes, or (0, 0) if rows are not equally spaced.
     width, size = 1, target.element_size()
     steps = [(count, step) for count, step in zip(target.shape, target.stride(), strict=True) if count > 1]
     while steps and steps[-1][1] == width:

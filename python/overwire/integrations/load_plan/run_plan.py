@@ -98,7 +98,7 @@ class SliceLoad:
                 self._meet_ranks()  # the other ranks wait for this rank, even if it has failed or has nothing to load
 
     def _open_with_ranks(self, opens: Callable[[], None], group: Any, pays: bool) -> None:
-        # Opens the sources, and agrees with the other ranks whether they share the reading.
+        # Opens the sources, and decides together with the other ranks whether they share the reading.
         if group is None:  # a single rank does not need the group code, whose import takes 20 ms
             opens()
             return

@@ -117,7 +117,7 @@ class FrameworkOpBase(ABC):
         return gbuf
 
     def get_mem_used(self) -> int:
-        """Returns the bytes of open buffers, including shared buffers."""
+        """Returns the total size of open buffers in bytes, including shared buffers."""
         return sum(list(self._leases.values()))
 
     @abstractmethod
