@@ -114,7 +114,8 @@ func runLine(ctx context.Context, j *job.Job, argv []string, stdout, stderr io.W
 	if v == nil {
 		return failed(stderr, stdout, slices.Contains(argv, "--json"), noVerb(argv[0]))
 	}
-	c := &call{ctx: ctx, job: j, env: env, stdout: stdout, stderr: stderr, arguments: arguments{verb: v}, verbs: verbs()}
+	of := arguments{verb: v}
+	c := &call{ctx: ctx, job: j, env: env, stdout: stdout, stderr: stderr, arguments: of, verbs: verbs()}
 	err := c.parse(argv[1:])
 	if errors.Is(err, errHelp) {
 		return failed(stderr, stdout, false, printText(stdout, v.help()))

@@ -80,7 +80,7 @@ func newTable(freq [16]uint8) (t table) {
 		remaining[k] = int(f)
 	}
 	// Buckets are closed one at a time. The giver is the symbol that fills the rest of the bucket. If a giver has fewer
-	// than 16 slots left, its own bucket is closed later. The mean is 16, so there is a giver for every bucket below 16.
+	// than 16 slots left, its own bucket is closed later. The mean is 16, so every bucket below 16 has a giver.
 	var isClosed [16]bool
 	for range 16 {
 		b := -1
