@@ -38,7 +38,7 @@ const (
 	part, parts = 8 << 20, 8
 	// patience is how long a read waits for a piece while no other piece arrives, unless the supplier calls Wait.
 	patience = 2 * time.Second
-	// maxWait is the longest time from the request for a piece for which the supplier can make reads wait.
+	// maxWait is the longest time for which the supplier can make reads wait for a piece while no other piece arrives.
 	maxWait = time.Minute
 	// maxMissed is the number of consecutive late pieces after which a source reads only from its store.
 	maxMissed = 2
@@ -201,7 +201,7 @@ func (f *Feed) Answer(file, number int64, bytes []byte, sums []uint32) (bool, er
 }
 
 // Wait makes reads of a piece wait for it for at least d, for example because another process is reading it from the
-// store. The wait ends at most maxWait after the piece was requested.
+// store. The wait ends at most maxWait after the piece was requested, or after another piece has arrived.
 func (f *Feed) Wait(file, number int64, d time.Duration) {
 	if s, _, err := f.find(file, number); err == nil { // otherwise it was closed since it asked
 		s.extendWait(number, time.Now().Add(d))

@@ -209,8 +209,8 @@ func (s *Source) settle(number int64, bytes []byte, sums []uint32) bool {
 	return true
 }
 
-// extendWait makes reads wait longer for a piece, but never longer than maxWait. Otherwise a supplier that never
-// delivers the piece could stop a load.
+// extendWait makes reads wait longer for a piece, but never longer than maxWait since a piece was settled. Otherwise a
+// supplier that never delivers a piece could stop a load.
 func (s *Source) extendWait(number int64, until time.Time) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -218,7 +218,11 @@ func (s *Source) extendWait(number int64, until time.Time) {
 	if p == nil {
 		return
 	}
-	if end := p.asked.Add(maxWait); until.After(end) {
+	end := p.asked
+	if s.moved.After(end) {
+		end = s.moved
+	}
+	if end = end.Add(maxWait); until.After(end) {
 		until = end
 	}
 	if until.After(p.until) {
