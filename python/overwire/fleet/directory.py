@@ -25,7 +25,8 @@ POLL, FULL, PATIENCE = 0.5, 2.0, 30.0
 #: Seconds without a call after which a process counts as ended. Without processes, the directory ends.
 SILENCE = 300.0
 
-#: The largest number of leases of a process: one for its current read, and one so that it never waits for the next.
+#: The largest number of leases of a process that reads an object as the only node: one for its current read, and one so
+#: that it never waits for the next. Several nodes have one lease each: pieces arrive sooner if fewer share the store.
 LEASES = 2
 
 #: A piece: the name of the object's state, and the piece's number.
@@ -151,12 +152,13 @@ class Directory:
         count = sum(1 for lease in self.leases.values() if lease.process == one.name)
         for key, (size, since) in list(one.wants.items()):
             piece = self.pieces.get(key)
+            most = LEASES if len(self._list_readers(key[0], now)) == 1 else 1
             if piece is not None:
                 self.pieces.move_to_end(key)
                 answer.pieces.append((key, piece.refs, piece.sums, piece.process, piece.seconds))
             elif now > max(since, self.shared.get(key[0], 0)) + PATIENCE:
                 answer.stores.append(key)
-            elif key in self.leases or count >= LEASES:
+            elif key in self.leases or count >= most:
                 continue
             elif self._make_room(one.node, size, one.room, now):
                 self.leases[key] = Lease(one.node, one.name, size)
@@ -169,6 +171,9 @@ class Directory:
                 continue
             del one.wants[key]
         return answer
+
+    def _list_readers(self, name: str, now: float) -> list[str]:
+        return [node for node, last in self.readers.get(name, {}).items() if last > now - RECENT]
 
     def _is_wanted(self, key: Key, size: int, but: str) -> bool:
         # Whether another process may read and share a piece.
@@ -198,8 +203,7 @@ class Directory:
         if self.used.get(node, 0) + size <= room:
             return True
         for key, piece in list(self.pieces.items()):
-            recent = (one for one, last in self.readers.get(key[0], {}).items() if last > now - RECENT)
-            if piece.node == node and piece.nodes.issuperset(recent):
+            if piece.node == node and piece.nodes.issuperset(self._list_readers(key[0], now)):
                 self._drop(key)
                 if self.used.get(node, 0) + size <= room:
                     return True

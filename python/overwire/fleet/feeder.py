@@ -37,17 +37,14 @@ NAMESPACE, DIRECTORY = "overwire", "directory-3"
 # pieces that the engine asks for before it reads them.
 _PIECES, _READS, _AHEAD = 4, 2, 16
 
-# The number of pieces that Ray fetches at once. More transfers would slow down the reads from the store, for which
-# other nodes wait, and the transfer of the piece that the engine needs first.
-_FETCHES = 4
-
 # Limits in seconds for the first answer of the directory and for later ones, and the interval at which an idle process
 # calls `note_alive`.
 _START, _PATIENCE, _BEAT = 30.0, 5.0, 60.0
 
 # The engine waits at least _WAIT seconds for a piece that is on its way. A transfer by Ray may take as long as
-# _READS_LONG reads of a piece from the store, because the nodes that fetch from one node share its link.
-_WAIT, _READS_LONG = 2.0, 4
+# _READS_LONG reads of a piece from the store, because the nodes that fetch from one node share its link. It may take
+# that long for each _FETCHES pieces that this process fetches at the same time.
+_WAIT, _READS_LONG, _FETCHES = 2.0, 4, 4
 
 # Sharing a piece should take no longer than this, in seconds. Ray takes longer if it has to spill other objects first.
 _SHARE = 5.0
@@ -85,8 +82,7 @@ class Feeder:
         self._owners: dict[Piece, str] = {}  # of all pieces that it has used
         self._asked: dict[Piece, FedEvent] = {}  # the engine's open questions
         self._busy: set[Piece] = set()  # questions that a thread is working on
-        self._fetches: list[Callable[[], None]] = []  # functions that start the next fetches, in the engine's order
-        self._fetching = 0
+        self._seconds = 0.0  # how long a slow read of a piece has recently taken
         self._leases: set[directory.Key] = set()
         self._has: list[directory.Key] = []  # received since the last call of the directory
         self._lock = new_lock()
@@ -278,40 +274,16 @@ class Feeder:
     def _fetch_piece(self, event: FedEvent, refs: list[Any], sums: bytes, owner: str, seconds: float) -> None:
         # Starts to fetch a piece that another process has read. No thread waits in ray.get, because a ray.put of this
         # process would then wait as well.
-        piece = event["file"], event["piece"]
-        wait = int(min(max(_WAIT, _READS_LONG * seconds), directory.PATIENCE) * 1000)  # another process chose `seconds`
-
-        def start(event: FedEvent) -> None:
-            if not sums or piece not in self._asked:  # the engine does not check a piece without checksums
-                self._answer_question(event)
-                self._set_free(event)
-                self._start_fetches(1)
-                return
-            try:
-                _verbs.feed_wait(self._feed, *piece, wait)
-                refs[0].future().add_done_callback(end)
-            except Exception:
-                self._start_fetches(1)
-                raise
-
-        def end(future: Any) -> None:
-            self._work.put(partial(self._run_work, partial(self._use_piece, future, sums, owner), event))
-            self._work.put(partial(self._start_fetches, 1))
-
-        with self._lock:
-            self._fetches.append(partial(self._run_work, start, event))
-            rounds = len(self._fetches) // _FETCHES + 1
-        _verbs.feed_wait(self._feed, *piece, wait * rounds)
-        self._start_fetches()
-
-    def _start_fetches(self, ended: int = 0) -> None:
-        with self._lock:
-            self._fetching -= ended
-            starts = self._fetches[: _FETCHES - self._fetching]
-            del self._fetches[: len(starts)]
-            self._fetching += len(starts)
-        for start in starts:
-            start()
+        if not sums:  # the engine does not check a piece without checksums
+            self._decline_piece(event)
+            return
+        self._seconds = max(seconds, self._seconds * 0.9)  # the last pieces are read fast, but their transfers wait
+        wait = min(max(_WAIT, _READS_LONG * self._seconds), directory.PATIENCE)  # another process chose `seconds`
+        wait *= 1 + len(self._busy) // _FETCHES
+        _verbs.feed_wait(self._feed, event["file"], event["piece"], int(wait * 1000))
+        refs[0].future().add_done_callback(
+            lambda future: self._work.put(partial(self._run_work, partial(self._use_piece, future, sums, owner), event))
+        )
 
     def _use_piece(self, future: Any, sums: bytes, owner: str, event: FedEvent) -> None:
         """Answers with a piece that Ray has fetched. If it is lost, the question stays open."""
