@@ -5,7 +5,8 @@
 Each node is a network, mount and process namespace with a raylet of its own; the S3 server (versitygw) has one too. A
 link has the same rate in both directions, also the store's. The bytes that the store sent are those of its network
 interface, divided by those that one node's load without Ray takes there. The second replica on a node and the load
-from /dev/shm are fresh processes. They have called Ray before, as every actor has. A row is the median of all rounds.
+from /dev/shm are fresh processes, five of each. They have called Ray before, as every actor has. A row is the median of
+all rounds.
 Each round has an object and processes of its own, and compares checksums of the tensors after each load. Needs root,
 `ip`, `tc`, `nsenter`, Ray and ml_dtypes, and memory for the tensors and shared pieces of all nodes.
 """
@@ -228,7 +229,7 @@ def measure(fleet: Fleet, kind: str, rows: set[str], add: Callable[..., None]) -
         local = "/dev/shm/model.safetensors"
         run(*fleet.nodes[0].enter, "cp", fleet.files[kind], local)
         seconds: dict[str, list[float]] = {uri: [], local: []}
-        for path in 3 * [uri, local]:
+        for path in 5 * [uri, local]:
             second = Replica(fleet.nodes[0])
             options = {"ray": True} if path is uri else {"mmap": False}
             took, count = fleet.at_once([second], path, **options)
