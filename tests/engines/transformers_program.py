@@ -208,13 +208,13 @@ def ready(folder: Path) -> None:
     if not FIVE:
         return
     reported: list[str] = []
-    prepare, lazy.prepare = lazy.prepare, reported.append
+    prepare, lazy.prepare_gpu = lazy.prepare_gpu, reported.append
     try:
         with ow.patch_safetensors():
             for where in ("cuda:1", "cpu", "auto", None, 2, {"a": "cpu", "b": torch.device("cuda:3"), "c": "disk"}):
                 transformers.modeling_utils.check_and_set_device_map(where)
     finally:
-        lazy.prepare = prepare
+        lazy.prepare_gpu = prepare
     assert reported == ["cuda:1", "cuda:2", "cuda:3"], reported
 
 
