@@ -287,7 +287,7 @@ def check_refused_memory(path: Path, folder: Path, where: tuple[int, int, int], 
     prepared.put_tensors, prepared._compare_model, prepared.PreparedStart.load_model = put_tensors, refuse, load_model
     start(path, folder, where)
     prepared.put_tensors, prepared._compare_model, prepared.PreparedStart.load_model = put, compare, load
-    log.take("does not match: a model that is not the one")
+    log.take("does not match: a different model")
     if not tensors:
         raise SystemExit("no model was made")
     return alive[0]
