@@ -3,8 +3,6 @@ package sleep
 // This file compresses tensors for the in-memory container, on the host's cores or on a GPU.
 
 import (
-	"cmp"
-	"runtime"
 	"sync"
 	"unsafe"
 
@@ -44,11 +42,10 @@ type host struct {
 	out      [][]byte // indexed by slot
 }
 
-func hostMode(threads int) mode {
-	threads = cmp.Or(threads, runtime.GOMAXPROCS(0))
-	h := &host{encoders: sync.Pool{New: func() any { return new(x16.Encoder) }}, out: make([][]byte, 2*threads+2)}
+func hostMode(workers int) mode {
+	h := &host{encoders: sync.Pool{New: func() any { return new(x16.Encoder) }}, out: make([][]byte, 2*workers+2)}
 	return mode{
-		window: len(h.out), workers: threads, bytes: chunkBytes, encode: h.encode, wait: h.wait, close: func() {},
+		window: len(h.out), workers: workers, bytes: chunkBytes, encode: h.encode, wait: h.wait, close: func() {},
 		fetch: func(int, []stream.PackedRange) error { return nil },
 		samples: func(at []uint64, n int64, got func(i int, b []byte)) error {
 			for i, a := range at {

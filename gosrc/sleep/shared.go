@@ -3,9 +3,7 @@ package sleep
 // This file uses the host store: for tensors that it has, and to put tensors into it.
 
 import (
-	"cmp"
 	"context"
-	"runtime"
 	"time"
 	"unsafe"
 
@@ -70,7 +68,7 @@ func compareDigests(ctx context.Context, s *sleeper, in []Tensor, sums map[strin
 	case err != nil:
 		return err
 	case gpu == nil:
-		now, err = digest.All(ctx, views, cmp.Or(s.Threads, runtime.GOMAXPROCS(0)), digest.ProcessKey())
+		now, err = digest.All(ctx, views, s.countWorkers(), digest.ProcessKey())
 	default:
 		now, err = gpu.Digest(stream.Order{}, views, digest.ProcessKey())
 	}

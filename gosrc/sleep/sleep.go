@@ -9,6 +9,7 @@
 package sleep
 
 import (
+	"cmp"
 	"context"
 	"runtime"
 	"sort"
@@ -151,7 +152,7 @@ func (s *sleeper) compressTensors(ctx context.Context, in []Tensor) (ix *tensor.
 		return nil, nil, err
 	}
 	if gpu == nil {
-		s.mode = hostMode(s.Threads)
+		s.mode = hostMode(s.countWorkers())
 	} else {
 		p, err := gpu.NewPacker(s.isWhole())
 		if err != nil {
@@ -181,6 +182,9 @@ func (s *sleeper) compressTensors(ctx context.Context, in []Tensor) (ix *tensor.
 
 // isWhole reports whether the container has everything that a file has.
 func (s *sleeper) isWhole() bool { return s.Path != "" || s.keep }
+
+// countWorkers returns the number of workers for tensors in host memory.
+func (s *sleeper) countWorkers() int { return cmp.Or(s.Threads, runtime.GOMAXPROCS(0)) }
 
 // makeContainer fills the memory.
 func (s *sleeper) makeContainer(ctx context.Context) (*tensor.Index, *memory.Memory, error) {
