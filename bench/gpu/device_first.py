@@ -121,7 +121,7 @@ def load_twice(
         row[f"{which} cpu"] = now.ru_utime + now.ru_stime - used.ru_utime - used.ru_stime
         if which == "first":
             nbytes = sum(tensor.nbytes for tensor in tensors.values())
-            row["beside"] = unused - left - nbytes if left else 0
+            row["extra"] = unused - left - nbytes if left else 0
         if plain is not None:
             wrong = importlib.import_module("overwire._bench_saves").find_difference(tensors, plain)
             if wrong:
@@ -254,12 +254,12 @@ def show_loads(
     for row, results in runs.items():
         first, later = (rates(results, which) for which in WHICH)
         busy = statistics.median(one["later cpu"] for one in results)
-        beside = statistics.median(one["beside"] for one in results) / 1e6
+        extra = statistics.median(one["extra"] for one in results) / 1e6
         text = f"{cores:2} cores  {row[0] + ', ' + row[3]:<40} first {spread(first)}  later {spread(later)} GB/s"
         if limit:
             most = limit * sizes["plain"] / sizes[row[3]]
             text += f"  {statistics.median(first) / most:.3f} / {statistics.median(later) / most:.3f} of the baseline"
-        text += f"  CPU {busy:.2f} s  {beside:.0f} MB extra  n={len(results)}"
+        text += f"  CPU {busy:.2f} s  {extra:.0f} MB extra  n={len(results)}"
         report.add(text, name=row[0], file=row[3], cores=cores, baseline=limit, runs=results)
 
 
