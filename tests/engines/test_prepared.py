@@ -21,6 +21,7 @@ from typing import Any
 import overwire as ow
 import pytest
 import torch
+from conftest import open_files
 from overwire.integrations.kept_model import keep_files
 from overwire.integrations.kept_model.describe_model import Describer
 from overwire.integrations.kept_model.keep_files import Refused
@@ -325,11 +326,6 @@ def test_a_stored_file_is_read_twice(tmp_path: Path) -> None:
     assert count_bytes() - before >= 2 * os.path.getsize(path) > 6_000_000
 
 
-def _open_files() -> set[str]:
-    links = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
-    return {os.readlink(link) for link in links if os.path.lexists(link)}
-
-
 def test_a_model_that_cannot_be_made_leaves_nothing(tmp_path: Path) -> None:
     """Tensors are loaded while the model is made. If making the model fails, the load ends, and its file, thread and
     memory are released."""
@@ -339,7 +335,7 @@ def test_a_model_that_cannot_be_made_leaves_nothing(tmp_path: Path) -> None:
         tensors = [weakref.ref(tensor) for tensor in arriving.tensors.values()]
         assert len(tensors) == sum(row[5] is None for row in record["tensors"].values())
         raise ZeroDivisionError
-    assert path not in _open_files()
+    assert path not in open_files()
     assert all(tensor() is None for tensor in tensors)
     assert not [thread for thread in threading.enumerate() if thread.name == "overwire arriving"]
 
@@ -352,7 +348,7 @@ def test_a_failed_allocation_leaves_nothing(tmp_path: Path) -> None:
         changed = {**rows, "two.scale": [*rows["two.scale"][:at], value, *rows["two.scale"][at + 1 :]]}
         with pytest.raises(Refused, match=words):
             Arriving(path, changed, torch.device("cpu"))
-        assert path not in _open_files()
+        assert path not in open_files()
         assert not [thread for thread in threading.enumerate() if thread.name == "overwire arriving"]
 
 
@@ -373,7 +369,7 @@ def test_ctrl_c_while_the_file_is_opened_ends_the_thread(tmp_path: Path, monkeyp
     with pytest.raises(KeyboardInterrupt):
         Arriving(path, record["tensors"], torch.device("cpu"))
     assert may_open.is_set()
-    assert path not in _open_files()
+    assert path not in open_files()
     assert not [thread for thread in threading.enumerate() if thread.name == "overwire arriving"]
 
 
@@ -417,7 +413,7 @@ def test_a_model_gets_its_tensors_before_they_are_read(tmp_path: Path) -> None:
         assert model.two.scale.device.type == "cpu"
         arriving.finish_loading()
         assert arriving._job is None
-        assert path not in _open_files()
+        assert path not in open_files()
     assert torch.equal(model.one.weight, Model().one.weight)
 
 
@@ -453,7 +449,7 @@ def test_a_tensor_that_the_record_lacks_is_refused(tmp_path: Path) -> None:
     rows.pop(next(name for name, row in rows.items() if row[5] is None))
     with pytest.raises(Refused, match="its record does not"):
         Arriving(path, rows, torch.device("cpu"))
-    assert path not in _open_files()
+    assert path not in open_files()
 
 
 def test_a_file_that_does_not_load_leaves_nothing(tmp_path: Path) -> None:
@@ -472,7 +468,7 @@ def test_a_file_that_does_not_load_leaves_nothing(tmp_path: Path) -> None:
     ):  # fmt: skip
         with pytest.raises(error):
             Arriving(str(file), rows, torch.device("cpu")).finish_loading()
-        assert str(file) not in _open_files()
+        assert str(file) not in open_files()
 
 
 def test_a_load_that_is_dropped_keeps_its_memory(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import overwire as ow  # noqa: E402
-from conftest import soon  # noqa: E402
+from conftest import open_files, soon  # noqa: E402
 from overwire.model import forked  # noqa: E402
 
 VECTORS = json.loads((Path(__file__).parents[1] / "goldens" / "container" / "vectors.json").read_text())
@@ -98,16 +98,6 @@ ENTRIES: dict[str, Callable[..., Any]] = {
 }
 
 
-def _links() -> list[str]:
-    links = []
-    for number in os.listdir("/proc/self/fd"):
-        try:
-            links.append(os.readlink(f"/proc/self/fd/{number}"))
-        except FileNotFoundError:  # listdir's own descriptor, now closed
-            pass
-    return links
-
-
 # load_model or a lookup by name may raise these errors before or instead of the file's error.
 BESIDE = (ow.ModelMismatchError, ow.TensorNotFoundError)
 
@@ -139,7 +129,7 @@ def test_every_function_refuses_every_broken_file(entry: str, tmp_path: Path) ->
                 assert type(error).__name__ in ((vector["ours"],) if vector["ours"] else ("FormatError", "CorruptError")), where
                 assert "model.safetensors" in str(error) or entry == "load_file of an open file", where
     # A preload closes its file only after it has reported the result.
-    assert soon(lambda: not any(link.startswith(str(tmp_path)) for link in _links())), "descriptors are still open"
+    assert soon(lambda: not any(link.startswith(str(tmp_path)) for link in open_files())), "descriptors are still open"
 
 
 def test_compat_modules_refuse_every_broken_file(tmp_path: Path) -> None:

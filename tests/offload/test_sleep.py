@@ -78,7 +78,7 @@ def test_a_thousand_cycles_change_no_bytes_and_leak_no_memory() -> None:
         if cycle % 97 == 0:
             hold(tensors, want)
     hold(tensors, want)
-    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert soon(lambda: len(os.listdir("/proc/self/fd")) <= descriptors)  # earlier tests may close theirs late
     assert soon(lambda: mapped() <= mappings + 64)  # the allocator's mappings vary
 
 
