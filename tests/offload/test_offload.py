@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -168,8 +169,9 @@ def test_offloaded_models_are_not_pickled_or_copied() -> None:
     assert torch.equal(outputs(pickle.loads(pickle.dumps(model))), outputs(model))
 
 
-def test_compiled_blocks_work() -> None:
-    """Blocks work if they were compiled before or after offloading, and so do their hooks."""
+def test_compiled_blocks_work(script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks work if they were compiled before or after offloading, and their hooks are not compiled with them.
+    Without compiled blocks, torch._dynamo is not imported: that takes seconds."""
     model = Model(3)
     reference = outputs(model)
     model.layers[0].compile(backend="eager")
@@ -177,6 +179,23 @@ def test_compiled_blocks_work() -> None:
         model.layers[1].compile(backend="eager")
         for _ in range(3):
             assert torch.equal(outputs(model), reference)
+    model = Model(3)
+    with ow.offload(model, "cpu"):
+        with monkeypatch.context() as patch:
+            patch.delitem(sys.modules, "torch._dynamo")
+            outputs(model)
+        graphs: list[Any] = []
+        model.layers[1].compile(backend=lambda graph, _: graphs.append(graph) or graph.forward)
+        for _ in range(3):
+            assert torch.equal(outputs(model), reference)
+    assert graphs and not any("_before_run" in graph.code for graph in graphs)
+    script("""
+import overwire, sys, torch
+model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+with torch.inference_mode(), overwire.offload(model, "cpu", blocks=model):
+    model(torch.ones(3))
+assert "torch._dynamo" not in sys.modules
+""")
 
 
 def test_gradients_and_wrong_arguments_are_refused_before_any_change() -> None:

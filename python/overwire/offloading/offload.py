@@ -347,12 +347,15 @@ class _Hook:
     # A hook of a block. It is neither copied nor pickled with the model.
 
     def __init__(self, call: Callable[..., None]) -> None:
-        import torch
-
-        # Hooks of a compiled block would be compiled as well, but this one must run as plain Python.
-        self._call: Callable[..., None] = torch.compiler.disable(call)  # type: ignore[no-untyped-call]
+        self._call, self._compiles = call, True
 
     def __call__(self, *args: Any) -> None:
+        # Hooks of a compiled block would be compiled as well, but this one must run as plain Python. The import of
+        # torch._dynamo takes seconds, so it is left to programs that compile.
+        if self._compiles and "torch._dynamo" in sys.modules:
+            import torch
+
+            self._call, self._compiles = torch.compiler.disable(self._call), False  # type: ignore[no-untyped-call]
         self._call(*args)
 
     def __deepcopy__(self, memo: object) -> _Hook:
