@@ -93,9 +93,9 @@ class Place:
         return subprocess.Popen(self.enter + list(words), env={**os.environ, **KEYS, **env}, text=True,
                                 stdin=subprocess.PIPE, stdout=subprocess.PIPE)  # fmt: skip
 
-    def received(self) -> int:
-        """Returns the bytes that the bridge has received from this place."""
-        return int(Path(f"/sys/class/net/{self.link}/statistics/rx_bytes").read_text())
+    def count_bytes(self, way: str) -> int:
+        """Returns the bytes that this place has sent ("rx": the bridge received them) or received ("tx")."""
+        return int(Path(f"/sys/class/net/{self.link}/statistics/{way}_bytes").read_text())
 
 
 class Replica:
@@ -189,10 +189,13 @@ class Fleet:
         """Starts the cluster's directory, which takes some seconds once."""
         replica.load(self.object("small"), ray=True)
 
+    def count_received(self) -> int:
+        return sum(node.count_bytes("tx") for node in self.nodes)
+
     def at_once(self, replicas: list[Replica], uri: str, **options: Any) -> tuple[float, int]:
         """Loads on several nodes at the same time. Returns the seconds until the last is done, and the bytes that the
         store sent."""
-        before, begin = self.store.received(), time.monotonic() + 0.2
+        before, begin = self.store.count_bytes("rx"), time.monotonic() + 0.2
         for one in replicas:
             one.ask(uri, begin=begin, **options)
         done = [one.answer() for one in replicas]
@@ -200,7 +203,7 @@ class Fleet:
             self.sums = one["sums"] if self.sums is None else self.sums
             if one["sums"] != self.sums:
                 sys.exit("a load gave other bytes")
-        return max(one["end"] for one in done) - begin, self.store.received() - before
+        return max(one["end"] for one in done) - begin, self.store.count_bytes("rx") - before
 
 
 def measure(fleet: Fleet, kind: str, rows: set[str], add: Callable[..., None]) -> None:
@@ -216,9 +219,13 @@ def measure(fleet: Fleet, kind: str, rows: set[str], add: Callable[..., None]) -
         add(kind, "one node with Ray: bytes / one", count / sent)
     for way in ("without", "with"):
         if way in rows:
+            before = fleet.count_received()
             seconds, count = fleet.at_once(replicas[:-1], uri, ray=way == "with")
             add(kind, f"{len(replicas) - 1} at once {way} Ray: time / one", seconds / one)
             add(kind, f"{len(replicas) - 1} at once {way} Ray: bytes / one", count / sent)
+            needed = (len(replicas) - 1) * sent
+            name = f"{len(replicas) - 1} at once {way} Ray: bytes received by all nodes / needed"
+            add(kind, name, (fleet.count_received() - before) / needed)
     if "with" not in rows:
         fleet.at_once(replicas[:1], uri, ray=True)
     if "late" in rows:

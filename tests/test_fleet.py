@@ -55,6 +55,7 @@ class Supplier(threading.Thread):
                     continue
                 address, size, holder = buffer_of(bytearray(event["bytes"]), True)
                 try:
+                    _verbs.feed_wait(self.feed, *key, 60_000)  # a busy machine is not late
                     sums = _verbs.feed_read(self.feed, *key, address, size)["sums"]
                 except ow.errors.ArgumentError:
                     continue  # the file was closed after the request
@@ -222,6 +223,33 @@ def test_directory() -> None:
         asyncio.run(run())
     finally:
         rules.LEASE = lease
+
+
+def test_nodes_read_equally(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node that has read two pieces more than most others waits until they have read more, or until they are slow.
+    Nodes without room for pieces, which never read, do not count."""
+    monkeypatch.setattr(rules, "POLL", 0.05)
+
+    async def run() -> None:
+        one = Directory()
+        for node in "uvw":
+            assert not (await _take(one, node, 3, room=0))[1]
+        for node, number in (("x", 0), ("y", 1), ("z", 2)):
+            assert await _take(one, node, 0, 1, 2) == ({}, [number], [])
+        await _put(one, "x", 0, 0)
+        assert await _take(one, "x", 3) == ({}, [3], [])
+        await _put(one, "x", 3, 3)
+        waiting = asyncio.create_task(_take(one, "x", 4))
+        await asyncio.sleep(0.01)
+        assert not waiting.done()
+        await _put(one, "y", 1, 1)  # the median is now 1
+        assert await waiting == ({}, [4], [])
+        await _put(one, "x", 4, 4)
+        assert await _take(one, "x", 5) == NOTHING
+        monkeypatch.setattr(rules, "FULL", 0)
+        assert await _take(one, "x", 5) == ({}, [5], [])
+
+    asyncio.run(run())
 
 
 def test_unused_directory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,6 +29,10 @@ SILENCE = 300.0
 #: that it never waits for the next. Several nodes have one lease each: pieces arrive sooner if fewer share the store.
 LEASES = 2
 
+#: How many more pieces than the median of the nodes a node may read. It sends each of them to the others, so a node that
+#: reads faster than they do would keep them waiting for its link.
+AHEAD = 1
+
 #: A piece: the name of the object's state, and the piece's number.
 Key = tuple[str, int]
 
@@ -50,6 +54,16 @@ class Lease:
 
     def __init__(self, node: str, process: str, size: int) -> None:
         self.node, self.process, self.size, self.until = node, process, size, time.monotonic() + LEASE
+
+
+class Reading:
+    """An object that nodes read. nodes: when each node last wanted a piece. shares: how many pieces each node with room
+    has shared. shared: when the last one was shared."""
+
+    def __init__(self) -> None:
+        self.nodes: dict[str, float] = {}
+        self.shares: dict[str, int] = {}
+        self.shared = 0.0
 
 
 class Process:
@@ -80,8 +94,7 @@ class Directory:
         self.pieces: OrderedDict[Key, Piece] = OrderedDict()  # least recently used first
         self.leases: dict[Key, Lease] = {}
         self.processes: dict[str, Process] = {}
-        self.readers: dict[str, dict[str, float]] = {}  # when each node last wanted a piece of an object
-        self.shared: dict[str, float] = {}  # when the last piece of each object was shared
+        self.readings: dict[str, Reading] = {}
         self.used: dict[str, int] = {}  # bytes of pieces and leases by node
         self.alive: dict[str, float] = {}  # when each process last called
         self.watch: asyncio.Future[None] | None = None
@@ -136,8 +149,13 @@ class Directory:
         while True:
             one.change.clear()
             now = one.seen = time.monotonic()
-            for name, _ in one.wants:
-                self.readers.setdefault(name, {})[node] = now
+            for name in {name for name, _ in one.wants}:
+                reading = self.readings.setdefault(name, Reading())
+                reading.nodes[node] = now
+                if room:
+                    reading.shares.setdefault(node, 0)
+                else:
+                    reading.shares.pop(node, None)
             self._end_old(now)
             answer = self._find_work(one, now)
             if answer.pieces or answer.reads or answer.stores or now >= began + POLL:
@@ -152,13 +170,13 @@ class Directory:
         count = sum(1 for lease in self.leases.values() if lease.process == one.name)
         for key, (size, since) in list(one.wants.items()):
             piece = self.pieces.get(key)
-            most = LEASES if len(self._list_readers(key[0], now)) == 1 else 1
+            reading = self.readings[key[0]]
             if piece is not None:
                 self.pieces.move_to_end(key)
                 answer.pieces.append((key, piece.refs, piece.sums, piece.process, piece.seconds))
-            elif now > max(since, self.shared.get(key[0], 0)) + PATIENCE:
+            elif now > max(since, reading.shared) + PATIENCE:
                 answer.stores.append(key)
-            elif key in self.leases or count >= most:
+            elif key in self.leases or count >= self._count_leases(key[0], one.node, now):
                 continue
             elif self._make_room(one.node, size, one.room, now):
                 self.leases[key] = Lease(one.node, one.name, size)
@@ -172,28 +190,37 @@ class Directory:
             del one.wants[key]
         return answer
 
+    def _count_leases(self, name: str, node: str, now: float) -> int:
+        # The largest number of leases that a process of the node may have. If the others are slow to share pieces, a
+        # node that is ahead goes on.
+        reading, readers = self.readings[name], self._list_readers(name, now)
+        if len(readers) == 1:
+            return LEASES
+        counts = sorted(reading.shares[one] for one in readers if one in reading.shares)
+        is_ahead = bool(counts) and reading.shares.get(node, 0) > counts[len(counts) // 2] + AHEAD
+        return 0 if is_ahead and now < reading.shared + FULL else 1
+
     def _list_readers(self, name: str, now: float) -> list[str]:
-        return [node for node, last in self.readers.get(name, {}).items() if last > now - RECENT]
+        reading = self.readings.get(name)
+        return [] if reading is None else [node for node, last in reading.nodes.items() if last > now - RECENT]
 
     def _is_wanted(self, key: Key, size: int, but: str) -> bool:
         # Whether another process may read and share a piece.
         return any(key in one.wants and one.room >= size for name, one in self.processes.items() if name != but)
-
-    def _notify_processes(self, key: Key, process: str = "") -> None:
-        for name, one in self.processes.items():
-            if key in one.wants or name == process:
-                one.change.set()
 
     def _end_old(self, now: float) -> None:
         for key in [key for key, lease in self.leases.items() if lease.until < now]:
             self._end_lease(key)
         for name in [name for name, one in self.processes.items() if one.seen < now - RECENT]:
             del self.processes[name]
+        for name in [name for name, one in self.readings.items() if max(one.nodes.values()) < now - RECENT]:
+            del self.readings[name]
 
     def _end_lease(self, key: Key) -> None:
         lease = self.leases.pop(key)
         self.used[lease.node] -= lease.size
-        self._notify_processes(key, lease.process)
+        for one in self.processes.values():
+            one.change.set()
 
     def _make_room(self, node: str, size: int, room: int, now: float) -> bool:
         # Drops the node's least recently used pieces: only those of objects that no node reads, and those that all
@@ -220,7 +247,10 @@ class Directory:
         lease = self.leases.get(key)
         if lease is not None and lease.process == process:
             self._end_lease(key)
-            self.shared[key[0]] = time.monotonic()
+            reading = self.readings.get(key[0])
+            if reading is not None:
+                reading.shared = time.monotonic()
+                reading.shares[lease.node] = reading.shares.get(lease.node, 0) + 1
             self.pieces[key] = Piece(refs, sums, process, lease.node, lease.size, seconds)
             self.used[lease.node] += lease.size
 
@@ -239,11 +269,12 @@ class Directory:
 
     async def leave(self, name: str, node: str) -> None:
         """Records that a node no longer reads an object. name: the name of the object's state."""
-        nodes = self.readers.get(name, {})
-        nodes.pop(node, None)
-        if not nodes:
-            self.readers.pop(name, None)
-            self.shared.pop(name, None)
+        reading = self.readings.get(name)
+        if reading is not None:
+            reading.nodes.pop(node, None)
+            reading.shares.pop(node, None)
+            if not reading.nodes:
+                del self.readings[name]
 
     async def counts(self) -> dict[str, int]:
         """Returns the numbers of pieces and leases, and the bytes of pieces."""

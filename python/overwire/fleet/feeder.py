@@ -23,6 +23,7 @@ from .. import _verbs
 from .._engine import buffer_of
 from .._imports import start_thread
 from .._locks import new_lock
+from .._undo import after_error
 from ..errors import OverwireError
 from ..jobs import log
 from . import directory
@@ -41,10 +42,14 @@ _PIECES, _READS, _AHEAD = 4, 2, 16
 # calls `note_alive`.
 _START, _PATIENCE, _BEAT = 30.0, 5.0, 60.0
 
+# How many pieces Ray fetches for this process at once. It asks another node for a piece that takes longer than ten
+# seconds, and then receives it twice.
+_FETCHES = 4
+
 # The engine waits at least _WAIT seconds for a piece that is on its way. A transfer by Ray may take as long as
-# _READS_LONG reads of a piece from the store, because the nodes that fetch from one node share its link. It may take
-# that long for each _FETCHES pieces that this process fetches at the same time.
-_WAIT, _READS_LONG, _FETCHES = 2.0, 4, 4
+# _READS_LONG reads of a piece from the store, because the nodes that fetch from one node share its link. For each
+# _FETCHES pieces that wait, it may take that long again.
+_WAIT, _READS_LONG = 2.0, 4
 
 # Sharing a piece should take no longer than this, in seconds. Ray takes longer if it has to spill other objects first.
 _SHARE = 5.0
@@ -89,6 +94,8 @@ class Feeder:
         self._todo = Event()  # the directory has to be called
         self._is_over = False
         self._reads = BoundedSemaphore(_READS)
+        self._waiting: list[tuple[Any, str, Callable[[Any, FedEvent], None], FedEvent]] = []  # fetches to begin
+        self._sources: list[str] = []  # the owners of the pieces that Ray fetches now
         self._said: set[str] = set()
         self._work: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._feed = _verbs.feed_open(piece, max(1, min(_AHEAD, room // piece // 2)))
@@ -281,11 +288,34 @@ class Feeder:
         wait = min(max(_WAIT, _READS_LONG * self._seconds), directory.PATIENCE)  # another process chose `seconds`
         wait *= 1 + len(self._busy) // _FETCHES
         _verbs.feed_wait(self._feed, event["file"], event["piece"], int(wait * 1000))
-        refs[0].future().add_done_callback(
-            lambda future: self._work.put(partial(self._run_work, partial(self._use_piece, future, sums, owner), event))
-        )
+        use = partial(self._use_piece, sums=sums, owner=owner)
+        with self._lock:
+            self._waiting.append((refs[0], owner, use, event))
+        self._start_fetches()
 
-    def _use_piece(self, future: Any, sums: bytes, owner: str, event: FedEvent) -> None:
+    def _start_fetches(self, ended: str = "") -> None:
+        # Starts fetches. Prefers pieces of owners that this process fetches nothing from. ended: the owner of a piece
+        # whose fetch has ended.
+        begin = []
+        with self._lock:
+            if ended:
+                self._sources.remove(ended)
+            while self._waiting and len(self._sources) < _FETCHES:
+                begin.append(min(self._waiting, key=lambda one: self._sources.count(one[1])))
+                self._waiting.remove(begin[-1])
+                self._sources.append(begin[-1][1])
+        for ref, owner, use, event in begin:
+            self._run_work(partial(self._begin_fetch, ref, owner, use), event)
+
+    def _begin_fetch(self, ref: Any, owner: str, use: Callable[[Any, FedEvent], None], event: FedEvent) -> None:
+        with after_error(self._start_fetches, owner):
+            ref.future().add_done_callback(partial(self._end_fetch, owner, use, event))
+
+    def _end_fetch(self, owner: str, use: Callable[[Any, FedEvent], None], event: FedEvent, future: Any) -> None:
+        self._work.put(partial(self._run_work, partial(use, future), event))
+        self._start_fetches(owner)
+
+    def _use_piece(self, future: Any, event: FedEvent, sums: bytes, owner: str) -> None:
         """Answers with a piece that Ray has fetched. If it is lost, the question stays open."""
         key = event["name"], event["piece"]
         try:
