@@ -1,4 +1,5 @@
-"""Recomputes the checksums of changed containers, for tests of damage that checksums would otherwise detect."""
+"""Recomputes the checksums of changed containers, so that tests can check what happens to damage that matches its
+checksums."""
 
 from __future__ import annotations
 
@@ -9,8 +10,8 @@ from overwire.portable.sums import crc32c
 
 
 def with_checksums(data: bytearray) -> bytes:
-    """Returns the container with recomputed checksums of its header, index and chunks. The checksums of chunks that
-    reach past the end of the file stay."""
+    """Returns the container with recomputed checksums of its header, index and chunks. The checksum of a chunk that
+    reaches past the end of the file does not change."""
     base = 8 + int.from_bytes(data[:8], "little")
     tensors, chunks, dims = struct.unpack_from("<3I", data, base + 16)
     table = base + 64 + 8 * dims + 64 * tensors

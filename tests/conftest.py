@@ -1,4 +1,4 @@
-"""Has fixtures and helpers for the tests of the Python package."""
+"""Fixtures and helpers for the tests of the Python package."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def share_cores(env: MutableMapping[str, str], cores: int) -> None:
         env.setdefault("OMP_NUM_THREADS", str(max(1, cores // workers)))
 
 
-# The slowest tests run first. At the end, the other workers would have to wait for them.
+# The slowest tests run first. If they ran last, the other workers would wait for them.
 FIRST = ("test_transformers.py", "test_waiting.py", "test_process.py", "test_build.py")
 # These test files start many processes or builds. `make quick` leaves them out.
 HEAVY = """benches build compat_nvcomp demo distributed examples fastsafetensors fastsafetensors_later
@@ -65,7 +65,7 @@ def nothing_stays() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def torch_is_imported_once(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fails a test without the mark imports_torch if it starts a program that imports torch, because this takes
+    """Fails a test that starts a program which imports torch, unless it has the mark imports_torch. The import takes
     seconds."""
     warm.anew.clear()
     yield
@@ -75,8 +75,8 @@ def torch_is_imported_once(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def one_gpu_for_all(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Gives a test with the mark whole_gpu exclusive use of the GPU, which the workers otherwise share. While it waits
-    for running tests to end, no other test starts."""
+    """Gives a test with the mark whole_gpu exclusive use of the GPU, which the workers otherwise share. While such a
+    test waits for running tests to end, no other test starts."""
     if request.path.parent.name != "gpu":
         yield
         return
@@ -100,7 +100,7 @@ def seed(request: pytest.FixtureRequest) -> Iterator[int]:
 
 
 def soon(ok: Callable[[], bool], limit: float = 60) -> bool:
-    """Returns whether ok() becomes true within limit seconds. On a busy machine, background work ends later."""
+    """Returns whether ok() becomes true within limit seconds. Background work may need this long on a busy machine."""
     until = time.monotonic() + limit
     while not ok() and time.monotonic() < until:
         time.sleep(0.01)
@@ -135,8 +135,8 @@ def _script(
 
 @pytest.fixture
 def torch_script(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Returns a function that runs Python source in tmp_path, in a separate process that has imported only torch. The
-    module warm explains it."""
+    """Returns a function that runs Python source in tmp_path, in a separate process that has imported only torch. See
+    `warm`."""
     return _script(warm.run, tmp_path)
 
 
@@ -158,7 +158,7 @@ def every_dtype() -> dict[str, Any]:
 
 
 def ugly() -> dict[str, Any]:
-    """Returns tensors with shapes and values that loaders often get wrong."""
+    """Returns tensors with shapes, strides and values that loaders often get wrong."""
     import torch
 
     torch.manual_seed(7)

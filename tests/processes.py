@@ -1,6 +1,6 @@
 """Starts programs for tests, each in its own process group, and kills the group when the test ends.
 
-So no process is left running if a test fails or is interrupted.
+No process keeps running if a test fails or is interrupted.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 
 
 def end(process: subprocess.Popen[Any]) -> None:
-    """Kills the remaining processes of the group that this process leads, and waits until this process has ended."""
+    """Kills what is left of the process group that `process` leads, and waits for `process` to end."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
@@ -40,8 +40,8 @@ def started(argv: list[str], **options: Any) -> Iterator[subprocess.Popen[Any]]:
 
 
 def plant_modules(folder: Path) -> list[str]:
-    """Writes Python files with the names of modules that the command imports. If such a file runs, it writes the file
-    ran-NAME. Returns the beginning of an overwire command line, as pip installs it, that might run these files."""
+    """Writes Python files with the names of modules that the overwire command imports. If one of them runs, it writes
+    the file ran-NAME. Returns the start of a command line, as pip installs the command, that might run them."""
     for name in ("torch", "numpy", "json", "argparse", "signal", "subprocess", "overwire", "safetensors"):
         (folder / f"{name}.py").write_text(f"open('ran-{name}', 'w')\n")
     command = folder / "bin" / "overwire"

@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 S3_KEY = "AKIAOVERWIRETESTKEY1"
 S3_SECRET = "planted/Secret+OfTheS3Server0123456789ab"
 REDIS_PASSWORD = "planted-Redis-Password-0123456789"
-# No log, message or trace may contain one of these.
+# No log, message or trace may contain any of these.
 SECRETS = ("planted", S3_KEY, "X-Amz-Signature", "Credential=")
 
 
@@ -42,7 +42,7 @@ def _program(name: str, how: str) -> str:
     return path
 
 
-# A loopback address that no other test process uses. A free port stays free until a server binds it.
+# A loopback address that no other test process uses, so that a free port stays free until a server binds it.
 HOST = f"127.{64 + (os.getpid() >> 16 & 63)}.{os.getpid() >> 8 & 255}.{os.getpid() & 255}"
 
 
@@ -98,15 +98,16 @@ def s3() -> Iterator[tuple[dict[str, object], Path]]:
 
 
 class Front(BaseHTTPRequestHandler):
-    """A proxy for a store. It passes on the Host header, which is signed. It records each request as (method, path with
-    query, headers, status, size of the answer's body), and refuses the requests that the test selects."""
+    """A proxy in front of a store. It keeps the Host header, because that is signed. It records each request as
+    (method, path with query, headers, status, size of the answer's body), and refuses requests that the test
+    selects."""
 
     protocol_version = "HTTP/1.1"
     behind: str
     asked: list[tuple[str, str, Message, int, int]]
-    refuse: str  # the proxy answers requests with this text in their path with AccessDenied
-    methods: tuple[str, ...]  # methods that are refused; empty means all
-    wrong: int  # this many of the next answers to GET of 512 KiB or more have one wrong byte
+    refuse: str  # requests with this text in their path are answered with AccessDenied
+    methods: tuple[str, ...]  # only these methods are refused; empty means all
+    wrong: int  # how many of the next GET answers of 512 KiB or more get one wrong byte
 
     def _forward(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
@@ -154,8 +155,8 @@ def front(url: str) -> Iterator[tuple[str, type[Front]]]:
 
 @contextmanager
 def redis(password: str | None = REDIS_PASSWORD, config: Path | None = None) -> Iterator[tuple[dict[str, object], str]]:
-    """Starts Redis, and yields its storage options and the prefix of its URIs. If password is None, the server needs no
-    password. config is a file that contains the password; it replaces `password`."""
+    """Starts Redis, and yields its storage options and the prefix of its URIs. password: None for a server without a
+    password. config: a file that contains the password and is used instead of it."""
     program = _program("redis-server", "a package of the system (Debian: redis-server)")
     with tempfile.TemporaryDirectory() as folder:
         port = _port()

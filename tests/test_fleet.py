@@ -1,5 +1,5 @@
-"""Tests the parts of loads through Ray that need no Ray: the engine's feed, the rules of the directory, and
-settings."""
+"""Tests the parts of loads through Ray that do not need Ray: the engine's feed, the rules of the directory of pieces,
+and settings."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def _model(options: dict[str, object], name: str, compress: bool) -> dict[str, A
 
 
 def _load(uri: str, options: dict[str, object]) -> dict[str, Any]:
-    # Opens the file with `fed`, like `storage` with ray=True, but without Ray.
+    # Opens the file as ray=True does, but without Ray.
     from overwire.model import storage
 
     original = storage.feeds
@@ -118,8 +118,8 @@ def test_feed(s3: tuple[dict[str, object], Path], compress: bool) -> None:
 
 
 def test_wrong_reader(s3: tuple[dict[str, object], Path]) -> None:
-    """If another process shares wrong bytes with matching checksums, the load reads the store. If the bytes of the
-    store are also wrong, the load raises CorruptError."""
+    """If another process shares wrong bytes with matching checksums, the load reads the store instead. If the store's
+    bytes are also wrong, the load raises CorruptError."""
     options, folder = s3
     tensors = _model(options, "wrong.safetensors", True)
     data = (folder / "wrong.safetensors").read_bytes()
@@ -142,7 +142,7 @@ def test_wrong_reader(s3: tuple[dict[str, object], Path]) -> None:
 
 
 def test_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without Ray, only ray=True raises an error. The error says what to install."""
+    """If Ray is not installed, only ray=True raises an error, which says what to install."""
     import sys
 
     monkeypatch.setitem(sys.modules, "ray", None)
@@ -163,7 +163,7 @@ def test_settings(monkeypatch: pytest.MonkeyPatch) -> None:
 async def _take(
     one: Directory, process: str, *numbers: int, room: int = 100, reads: Any = (), has: Any = (), name: str = "a"
 ) -> tuple[dict[int, Any], list[int], list[int]]:
-    """Requests pieces of 10 bytes. A process "x2" is on the node "x"."""
+    """Requests pieces of 10 bytes. The first letter of a process's name is its node."""
     wants = [(name, number, 10) for number in numbers]
     own = [(name, number) for number in reads]
     got = await one.take_work(process, process[0], room, wants, own, [(name, number) for number in has])
@@ -179,9 +179,9 @@ NOTHING: Any = ({}, [], [])
 
 
 def test_directory() -> None:
-    """Each piece is read by one process and shared with all. It is read again if it is lost, if the read fails, or if
-    the process ends. Only the process with the lease can share a piece or report that its read failed. While several
-    nodes read an object, each reads one piece at a time."""
+    """One process reads each piece and shares it with all. The piece is read again if it is lost, if the read fails, or
+    if the process ends. Only the process with the lease can share a piece or report a failed read. While several nodes
+    read an object, each of them reads one piece at a time."""
 
     async def run() -> None:
         one = Directory()
@@ -253,7 +253,7 @@ def test_nodes_read_equally(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_unused_directory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If a process no longer calls, its pieces are forgotten. Without processes, the directory ends."""
+    """The directory forgets the pieces of a process that no longer calls it. When no process is left, it ends."""
     monkeypatch.setattr(rules, "SILENCE", 0.5)
 
     class One(Directory):
@@ -292,7 +292,7 @@ def test_prefetched_secrets() -> None:
 
 
 def test_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A node never has more pieces than fit into its room. A piece stays until every reader that needs it has got
+    """A node never shares more bytes than its limit (`room`). A piece stays until every reader that needs it has got
     it."""
     monkeypatch.setattr(rules, "FULL", 0.2)
 
@@ -311,7 +311,7 @@ def test_budget(monkeypatch: pytest.MonkeyPatch) -> None:
         await _put(one, "x", 2, 2)
         assert await _take(one, "x", 3, room=20) == ({}, [3], [])
         assert one.used["x"] == 20
-        # A process without room waits for another process that needs the piece and has room.
+        # A process without room waits a while for another reader with room, and then reads the store without sharing.
         waiting = asyncio.create_task(_take(one, "z", 7, 8, 9))
         await asyncio.sleep(0)
         assert (await waiting)[1] == [7]
@@ -323,7 +323,8 @@ def test_budget(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_directory_at_random() -> None:
-    """With random nodes, faults and sizes, the directory's counts stay right, and no request waits forever."""
+    """With random requests and faults on five nodes, the directory's counts stay right, and no request waits
+    forever."""
     seed = random.randrange(1 << 32)
     print("seed", seed)
     rng = random.Random(seed)

@@ -1,4 +1,4 @@
-"""Tests the host store with the real command: loads in new processes, faults, and the commands."""
+"""Tests the host store with the real `overwire host` command: loads in new processes, faults, and subcommands."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ import numpy as np
 import overwire
 import pytest
 
-# Loads a model, and prints a digest of its tensors, the counters and the log. The arguments are the path, the function,
-# and whether to wait until this process has put the file into the store.
+# Loads a model and prints a digest of its tensors, the counters and the log. The arguments are the path, the function
+# to load with, and whether to wait until this process has put the file into the store.
 LOAD = """
 import hashlib, json, logging, sys, time
 import overwire as ow
@@ -99,10 +99,10 @@ def save(tmp_path: Path) -> Callable[..., Path]:
 
 @pytest.mark.parametrize("compress", [True, False])
 def test_second_process_loads_from_memory(store: Store, save: Callable[..., Path], compress: bool) -> None:
-    """The first load reads the file and puts it into the store. In later processes, all functions read it from
+    """The first load reads the file and puts it into the store. In later processes, every function reads it from
     there."""
     path = save("m.safetensors", compress=compress)
-    time.sleep(0 if compress else 3.1)  # a plain file must have been unchanged for three seconds
+    time.sleep(0 if compress else 3.1)  # a plain file is only put after three seconds without a change
     first = store.load(path, wait=True)
     assert (first["host"]["misses"], first["host"]["puts"]) == (1, 1)
     for verb in ("load_file", "stream", "safe_open", "setting"):
@@ -118,8 +118,8 @@ def test_second_process_loads_from_memory(store: Store, save: Callable[..., Path
 
 
 def test_files_that_are_identified_are_not_put(store: Store, save: Callable[..., Path]) -> None:
-    """Engines identify plain files by samples before they know whether they need them. The files are not put into the
-    store, and their facts are the same if the store has them."""
+    """Engines identify plain files by samples of their bytes before they know whether they need the files. This does
+    not put a file into the store, and the result is the same if the store already has the file."""
     pytest.importorskip("torch")
     path = save("m.safetensors", compress=False)
     time.sleep(3.1)
@@ -130,7 +130,7 @@ def test_files_that_are_identified_are_not_put(store: Store, save: Callable[...,
 
 
 def test_changed_files_are_never_served(store: Store, save: Callable[..., Path]) -> None:
-    """If a file was replaced or written to, it is read from the disk, even if its modification time is restored."""
+    """A file that was replaced or written to is read from the disk, even if its modification time was restored."""
     path = save("m.safetensors", compress=False)
     time.sleep(3.1)
     assert store.command("put", str(path)).returncode == 0
@@ -150,7 +150,7 @@ def test_changed_files_are_never_served(store: Store, save: Callable[..., Path])
 
 
 def test_store_that_ends(store: Store, save: Callable[..., Path], tmp_path: Path) -> None:
-    """If there is no store, or it does not answer, a load reads the file and logs one line. A new store replaces the
+    """If there is no store, or it does not answer, a load reads the file and logs one line. A new store takes over the
     socket of a killed store."""
     path = save("m.safetensors")
     assert store.command("put", str(path)).returncode == 0
@@ -218,7 +218,8 @@ def test_wrong_bytes_in_memory(save: Callable[..., Path], tmp_path: Path) -> Non
 
 
 def test_commands(store: Store, save: Callable[..., Path], tmp_path: Path) -> None:
-    """put, list, drop and budget do what their help says. They refuse invalid arguments and files that do not fit."""
+    """The subcommands `put`, `list`, `drop` and `budget` do what their help says. They refuse invalid arguments and
+    files that do not fit."""
     path = save("m.safetensors")
     assert "kept" in store.command("put", str(path)).stdout
     assert "present" in store.command("put", str(path)).stdout
@@ -254,7 +255,7 @@ def test_commands(store: Store, save: Callable[..., Path], tmp_path: Path) -> No
 
 
 def test_prepared_for_engines() -> None:
-    """The engines' extra configuration accepts host, but only as a boolean."""
+    """The extra configuration of the engines accepts `host`, but only as a boolean."""
     from overwire.integrations import check_options
 
     assert check_options({"host": True}, {})["host"] is True
@@ -279,7 +280,7 @@ assert len(ow.load_file(sys.argv[1], framework="bytes", host=True)) and ow.metri
 
 
 def test_quiesce_waits_for_background_puts(store: Store, tmp_path: Path) -> None:
-    """quiesce waits until a file is in the store. Then the process has no connection to the store. Later calls use the
+    """`quiesce` waits until a file is in the store, and then closes the connection to the store. Later calls use the
     store again."""
     path = tmp_path / "m.safetensors"
     overwire.save_file({"w": np.arange(3_000_000, dtype="f4")}, path)

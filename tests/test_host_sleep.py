@@ -1,4 +1,5 @@
-"""Tests that tensors in the host store sleep without a copy: in one process and in several, and without the store."""
+"""Tests sleeps with host=True: in one process and in several, tensors that the store has sleep without a copy. Also
+tests sleeps when the store has ended."""
 
 from __future__ import annotations
 
@@ -79,8 +80,8 @@ def same(tensors: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> Non
 
 
 def unchanged_tensors(folder: Path) -> None:
-    """If tensors have changed since they were put into the store, only these tensors are compressed. While tensors
-    sleep, their entry is in use."""
+    """Only tensors that have changed since they were put into the store are compressed. While tensors sleep, their
+    entry counts as used."""
     with running(folder) as store:
         tensors = weights()
         want, size = copies(tensors), sum(one.nbytes for one in tensors.values())
@@ -102,13 +103,13 @@ def unchanged_tensors(folder: Path) -> None:
         same(tensors, want)
         assert len(store.report()["entries"]) == 1
         alone = {"other": want["w2"].clone(), "w2": want["w2"].clone()}
-        with ow.sleep(alone, host=True) as asleep:  # the entry serves only the tensor with its name
+        with ow.sleep(alone, host=True) as asleep:  # only the tensor with the stored name uses the entry
             assert 0.5 < asleep.stored / asleep.shared < 2
         same(alone, dict.fromkeys(alone, want["w2"]))
 
 
 def second_engine(folder: Path) -> None:
-    """Two processes with the same model use one memfd. The store does not grow, and neither process has a copy."""
+    """Two processes with the same model share one memfd. The store does not grow, and neither process has a copy."""
     ready, go = os.pipe()
     if not (child := os.fork()):
         os.close(go)
@@ -146,7 +147,7 @@ def engine(tensors: dict[str, torch.Tensor]) -> None:
 
 
 def closed_puts(folder: Path) -> None:
-    """After close, no job reads the tensors, so their memory can be freed."""
+    """After `close`, no background job reads the tensors, so their memory can be freed."""
     with running(folder):
         for delay in (0.05, 0.1, 0.15):
             tensors = {"w": torch.ones(96 << 20, dtype=torch.bfloat16)}
@@ -158,7 +159,8 @@ def closed_puts(folder: Path) -> None:
 
 
 def forged_digests(folder: Path) -> None:
-    """A file of another origin never replaces sleeping tensors, even if its tensors have the same names and digests."""
+    """Sleeping tensors never wake with the bytes of a file from elsewhere, even if its tensors have the same names and
+    digests."""
     with running(folder) as store:
         good, path = weights()["w0"], folder / "evil.safetensors"
         evil = same_digest(good)
@@ -175,7 +177,8 @@ def forged_digests(folder: Path) -> None:
 
 
 def forged_tensors(folder: Path) -> None:
-    """A tensor of the store never replaces a different tensor that has the same name, size and digest."""
+    """A tensor never wakes with the bytes of a different tensor in the store that has the same name, size and
+    digest."""
     with running(folder):
         good = weights()["w0"]
         evil = {"w": same_digest(good)}
@@ -190,8 +193,8 @@ def forged_tensors(folder: Path) -> None:
 
 
 def same_digest(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor with other bytes and the same digest. This works because the digest's sum of mixed words does
-    not depend on their order."""
+    """Returns a tensor with other bytes but the same digest. The digest is a sum of mixed words, so their order does
+    not matter."""
     first, second = 0xA54FF53A5F1D36F1, 0xBB67AE8584CAA73B
 
     def mixed(words: np.ndarray, first: int, second: int) -> np.ndarray:
@@ -220,7 +223,7 @@ def shared_memory() -> int:
 def killed_engines(folder: Path) -> None:
     """If an engine is killed while it puts tensors into the store, or while they sleep, the store has the whole entry
     or nothing, and no process uses the entry."""
-    delays = [None, 0.0, 0.03]  # None means: while the tensors sleep
+    delays = [None, 0.0, 0.03]  # None: while the tensors sleep
     children = []
     for delay in delays:
         (ready, report_step), (go, start) = os.pipe(), os.pipe()
@@ -252,8 +255,8 @@ def killed_engines(folder: Path) -> None:
 
 
 def store_ends(folder: Path) -> None:
-    """If the store is killed and another store starts, sleeping tensors keep the memory of the first. Without a store,
-    a sleep compresses the tensors."""
+    """If the store is killed and another one starts, sleeping tensors keep the memory of the first. Without a store,
+    tensors are compressed for the sleep."""
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
@@ -281,8 +284,8 @@ def store_ends(folder: Path) -> None:
 
 
 def entries_stay(folder: Path) -> None:
-    """If sleeping tensors use an entry, neither another put nor a smaller budget evicts it. A drop does not change the
-    tensors."""
+    """While sleeping tensors use an entry, neither another put nor a smaller budget evicts it. Even if it is dropped,
+    the tensors wake unchanged."""
     with running(folder) as store:
         tensors = weights()
         want = copies(tensors)
@@ -301,7 +304,7 @@ def entries_stay(folder: Path) -> None:
 
 
 def arguments(folder: Path) -> None:
-    """Wrong combinations of arguments are refused. A store that must keep tensors must exist."""
+    """Wrong values and combinations of arguments are refused. `prepare_sleep` with host=True needs a running store."""
     tensors = weights(1)
     with pytest.raises(ow.ArgumentError, match="to_file"):
         ow.sleep(tensors, host=True, to_file=folder / "x")
@@ -315,8 +318,8 @@ def arguments(folder: Path) -> None:
 
 
 def changed_puts(folder: Path) -> None:
-    """Tensors that change while they are put into the store are not put. Later they wake with their own bytes, even if
-    they had the first bytes again before the sleep."""
+    """If a tensor changes while tensors are put into the store, nothing is put. The tensors later wake with their own
+    bytes, even if the change was undone before the sleep."""
     with running(folder) as store:
         tensors = weights(4, 32)
         want = copies(tensors)

@@ -1,6 +1,6 @@
 """Runs test programs in forks of one process that has already imported torch.
 
-Importing torch takes most of the time of a small test program, so it happens once per pytest worker. `run` passes the
+In a small test program, importing torch takes most of the time, so each pytest worker imports it once. `run` passes the
 program to a process that has imported only torch and torch._dynamo, which many torch functions import when they are
 called. This process forks, and the child runs the program like `python`, including the exit of the interpreter. Tests
 of the import of torch, or of the time before it, use the fixture `script`, which starts a separate process.

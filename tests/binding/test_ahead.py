@@ -1,4 +1,4 @@
-"""Tests that safe_open reads ahead if a program requests tensors in order, and otherwise does not."""
+"""Tests that safe_open reads ahead if a program requests tensors in order, and only then."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def path(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 @pytest.mark.parametrize("framework", ["pt", "np", "bytes"])
 @pytest.mark.parametrize("keys", ["keys", "offset_keys"])
 def test_a_loop_needs_few_loads(path: Path, loads: list[int], framework: Any, keys: str) -> None:
-    """Every tensor equals load_file's, and few loads read all tensors, in the order of names and of offsets."""
+    """A loop in the order of names or offsets gets the same tensors as load_file, and needs few loads."""
     want = ow.load_file(path, framework=framework)
     loads.clear()
     with ow.safe_open(path, framework) as file:
@@ -90,7 +90,7 @@ def test_a_loop_needs_few_loads(path: Path, loads: list[int], framework: Any, ke
 
 
 def test_ugly_tensors_in_a_loop(tmp_path: Path, device: str) -> None:
-    """Empty tensors, scalars, aliases and every dtype equal load_file's, and no two share memory."""
+    """A loop gets empty tensors, scalars, aliases and every dtype as load_file does, and no two share memory."""
     tensors = ugly() | {f"d.{k}": v for k, v in every_dtype().items()} | {f"z{n}": torch.full((50,), n) for n in range(9)}
     tied = torch.randn(300, 7)
     tensors |= {"tied.a": tied, "tied.b": tied.clone(), "zz": tied + 1}
@@ -125,7 +125,7 @@ def test_a_program_that_jumps_loads_only_its_tensors(path: Path, loads: list[int
 
 
 def test_short_loops_cause_few_extra_loads(path: Path, loads: list[int], device: str) -> None:
-    """If a program repeatedly takes a few tensors in order and then jumps, few other tensors are loaded."""
+    """If a program repeatedly takes a few tensors in order and then jumps, few tensors are loaded in vain."""
     want = ow.load_file(path)
     asked = 0
     with ow.safe_open(path, "pt", device) as file:
@@ -139,7 +139,7 @@ def test_short_loops_cause_few_extra_loads(path: Path, loads: list[int], device:
 
 
 def test_a_tensor_read_twice_is_read_twice(path: Path, loads: list[int], device: str) -> None:
-    """Each read of a tensor returns separate memory. The second read does not disturb the read-ahead."""
+    """Each read of a tensor returns separate memory. The second read does not stop the read-ahead."""
     with ow.safe_open(path, "pt", device) as file:
         for name in file.keys():  # noqa: SIM118
             first, second = file.get_tensor(name), file.get_tensor(name)
@@ -171,7 +171,7 @@ def test_no_more_than_two_windows_are_ahead(path: Path, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("keys", ["keys", "offset_keys"])
 def test_a_loop_from_the_beginning_is_read_ahead_at_once(path: Path, loads: list[int], keys: str) -> None:
-    """Read-ahead begins with the second tensor, so that only the first is loaded separately."""
+    """Read-ahead begins with the second tensor, so only the first tensor is loaded separately."""
     with ow.safe_open(path, "pt") as file:
         for name in getattr(file, keys)():
             file.get_tensor(name)
@@ -212,7 +212,8 @@ def test_window_sizes_are_computed_once_per_window(tmp_path: Path, monkeypatch: 
 
 
 def test_max_memory_frees_tensors_that_were_read_ahead(path: Path, device: str) -> None:
-    """load_into with max_memory frees tensors that were read ahead and exceed the limit, and the loop continues."""
+    """If tensors that were read ahead do not fit into load_into's max_memory, they are freed, and the loop
+    continues."""
     want = ow.load_file(path)
     with ow.safe_open(path, "pt", device) as file:
         names = file.keys()
@@ -228,7 +229,8 @@ def test_max_memory_frees_tensors_that_were_read_ahead(path: Path, device: str) 
 
 @pytest.mark.parametrize("compress", [True, False])
 def test_a_damaged_tensor_that_was_read_ahead(tmp_path: Path, compress: bool) -> None:
-    """A damaged tensor raises an error with its name only when the program requests it. Other tensors load."""
+    """A damaged tensor that was read ahead raises an error only when the program requests it. The error names the
+    tensor. Other tensors load."""
     want = layers()
     ow.save_file(want, tmp_path / "m", compress=compress)
     with ow.safe_open(tmp_path / "m", "pt", mmap=False) as file:
@@ -349,7 +351,7 @@ def test_slices_of_a_rank_are_read_ahead(path: Path, loads: list[int], face: str
 
 
 def test_casts_of_tensors_that_were_read_ahead(path: Path, loads: list[int], device: str) -> None:
-    """get_tensor and slices cast tensors that were read ahead. The results equal load_file's."""
+    """get_tensor and slices cast tensors that were read ahead. The results are the same as with load_file."""
     want = ow.load_file(path, dtype="float32")
     loads.clear()
     with ow.safe_open(path, "pt", device, dtype="float32") as file:
@@ -371,11 +373,11 @@ def test_a_loop_over_http_needs_few_loads(path: Path, loads: list[int], device: 
     assert len(loads) <= 6 and os.path.getsize(path) > 0
 
 
-# These tests use the drop-in in loops of real programs.
+# The remaining tests run the loops of real programs with the drop-in.
 
 
 def test_comfyui_loads_a_checkpoint(path: Path, loads: list[int], device: str) -> None:
-    """ComfyUI's loop over one file works: it takes every key and its tensor, and then the metadata."""
+    """ComfyUI's loop works: it takes each key of a file with its tensor, and then the metadata."""
     want = ow.load_file(path)
     loads.clear()
     state = {}
@@ -389,7 +391,8 @@ def test_comfyui_loads_a_checkpoint(path: Path, loads: list[int], device: str) -
 
 
 def test_one_tensor_of_many_is_kept(path: Path, loads: list[int], device: str) -> None:
-    """A loop that looks at each tensor and keeps one needs few loads, and only the memory of this tensor stays."""
+    """A loop that looks at each tensor but keeps only one needs few loads. Only the memory of this tensor stays in
+    use."""
     want = ow.load_file(path)
     loads.clear()
     kept = None
@@ -404,8 +407,8 @@ def test_one_tensor_of_many_is_kept(path: Path, loads: list[int], device: str) -
 
 
 def test_accelerates_loop_over_a_shard(path: Path, loads: list[int], device: str) -> None:
-    """The loop of accelerate and transformers works: it takes slices of every name, then their shapes, then each whole
-    tensor in order."""
+    """The loop of accelerate and transformers works: it takes a slice object for every name, then the shapes, then each
+    whole tensor in order."""
     want = ow.load_file(path)
     loads.clear()
     with dropin.safe_open(path, framework="pt", device=device) as file:
@@ -444,8 +447,8 @@ with ow.patch_safetensors():
 
 @pytest.mark.slow
 def test_accelerate_dispatches_and_diffusers_reads(torch_script: Callable[..., Any], tmp_path: Path) -> None:
-    """accelerate's load into a model on several devices, and diffusers' single-file reader, read a compressed file in
-    few loads, and every byte is right."""
+    """accelerate loads a compressed file into a model on several devices, and diffusers reads one as a single file.
+    Both need few loads and get the right bytes."""
     pytest.importorskip("diffusers")
     ow.save_file(layers(), tmp_path / "m.safetensors", {"format": "pt"})
     torch_script(

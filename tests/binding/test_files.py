@@ -27,6 +27,7 @@ MODES = pytest.mark.parametrize("compress", [True, False], ids=["compressed", "p
 @MODES
 @pytest.mark.parametrize("make", [every_dtype, ugly])
 def test_torch_round_trip(tmp_path: Path, compress: bool, make) -> None:
+    """Every dtype and unusual shape loads bit for bit, contiguous, into storages of exactly the right size."""
     tensors = make()
     path = tmp_path / "m.safetensors"
     report = ow.save_file(tensors, path, {"format": "pt"}, compress=compress)
@@ -66,6 +67,7 @@ def test_smaller(tmp_path: Path, make) -> None:
 
 @MODES
 def test_numpy_round_trip(tmp_path: Path, compress: bool) -> None:
+    """Arrays of every dtype, memory order and byte order load bit for bit and can be written to."""
     import ml_dtypes
 
     rng = np.random.default_rng(1)
@@ -108,8 +110,8 @@ def test_plain_files_equal_those_of_safetensors(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("metadata", [None, {}, {"a": "b"}])
 def test_missing_and_empty_metadata_are_distinguished(tmp_path: Path, metadata) -> None:
-    """Plain files have the same header as those of safetensors, except for padding. Every reader reports the saved
-    metadata of plain and compressed files, even after conversion."""
+    """A plain file has the same header as one written by safetensors, except for padding. Every reader reports the
+    metadata that was saved, from plain, compressed and converted files."""
 
     def header(data: bytes) -> bytes:
         return data[8 : 8 + int.from_bytes(data[:8], "little")].rstrip()
@@ -139,6 +141,7 @@ def test_safetensors_reads_plain_files_of_arrays(tmp_path: Path) -> None:
 
 
 def test_the_two_frameworks_agree(tmp_path: Path) -> None:
+    """A file gives the same bytes as torch tensors and as numpy arrays. numpy gets one F4 element per byte."""
     ow.save_file(every_dtype(), tmp_path / "m")
     pt, np_ = (ow.load_file(tmp_path / "m", framework=f) for f in ("pt", "np"))
     for name in pt:
@@ -159,6 +162,7 @@ def test_f6_tensors_load_as_bytes(tmp_path: Path) -> None:
 
 @MODES
 def test_keys_filter_dtype(tmp_path: Path, compress: bool) -> None:
+    """keys and filter select tensors, and dtype casts only floats. A missing key raises an error with its name."""
     tensors = {"w": torch.randn(8, 4).bfloat16(), "ids": torch.arange(5), "f8": torch.randn(6).to(torch.float8_e4m3fn)}
     path = tmp_path / "m"
     ow.save_file(tensors, path, compress=compress)
@@ -178,6 +182,7 @@ def test_keys_filter_dtype(tmp_path: Path, compress: bool) -> None:
 
 
 def test_sources(tmp_path: Path) -> None:
+    """A model loads from a list, a folder, an index, an open file and BytesIO. A name in two files is refused."""
     a, b = {"a": torch.arange(4)}, {"b": torch.randn(3, 3)}
     folder = tmp_path / "repo"
     folder.mkdir()
@@ -205,6 +210,7 @@ def test_sources(tmp_path: Path) -> None:
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    """A file object that is closed or only open for writing is refused."""
     with open(tmp_path / "m", "wb") as closed:
         pass
     with open(tmp_path / "m", "wb") as written:
@@ -214,6 +220,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
 
 
 def test_a_working_folder_that_was_removed(torch_script: Callable[..., Any]) -> None:
+    """A relative path in a removed working folder raises NotFoundError with this reason."""
     torch_script("""
 import os, sys
 import overwire as ow
@@ -250,6 +257,7 @@ def test_tied_tensors_load_as_separate_tensors(tmp_path: Path) -> None:
 
 
 def test_shards(tmp_path: Path) -> None:
+    """A model saved in shards of at most max_shard_size loads from its folder."""
     tensors = {f"t{i}": torch.randn(100, 25) for i in range(10)}
     report = ow.save_file(tensors, tmp_path / "model.safetensors", max_shard_size="35kB", compress=False)
     assert len(report.files) == 5 and report.files[-1].endswith("model.safetensors.index.json")
@@ -259,8 +267,8 @@ def test_shards(tmp_path: Path) -> None:
 
 
 def test_decompression_gives_the_original_file(tmp_path: Path) -> None:
-    """Compressing and then decompressing a safetensors file gives the original file. A model that was saved compressed
-    has no original."""
+    """Decompressing gives back the safetensors file that was compressed. A model that was saved compressed has no
+    original file."""
     save = pytest.importorskip("safetensors.torch").save_file
     plain, small, back = (tmp_path / f"{name}.safetensors" for name in ("plain", "small", "back"))
     tied = torch.randn(100, 50)
@@ -338,6 +346,7 @@ WRONG = {
 
 @pytest.mark.parametrize("case", WRONG)
 def test_wrong_arguments(tmp_path: Path, case: str) -> None:
+    """Each wrong argument raises a typed error that names the mistake, and writes nothing."""
     ow.save_file({"a": torch.ones(3)}, tmp_path / "m")
     (tmp_path / "text").write_text("this is a text, not a tensor file " * 9)
     call, kind, text = WRONG[case]
@@ -361,8 +370,8 @@ NAMES = {
 
 
 def test_names_of_dtypes(tmp_path: Path) -> None:
-    """Names of dtypes mean the same in both frameworks, except that "float" is float64 in numpy. Dtypes that are not
-    floats are refused in every notation."""
+    """The name of a dtype means the same in both frameworks, except that "float" is float64 in numpy. Dtypes that are
+    not floats are refused, however they are written."""
     ow.save_file({"a": torch.ones(3)}, tmp_path / "m")
     for dtype, names in NAMES.items():
         for name in names.split():

@@ -1,4 +1,4 @@
-"""Tests what importing overwire starts, its names and logging, and that its errors and dtypes equal the engine's."""
+"""Tests that the import starts nothing, the public names, logging, and that errors and dtypes match the engine's."""
 
 from __future__ import annotations
 
@@ -138,6 +138,7 @@ ow.load_file("m", framework="np", keys=["b"])
 
 
 def test_a_report_in_a_line() -> None:
+    """The log line of a load, save or fetch gives sizes, seconds and the rate, with units and in correct English."""
     from overwire.jobs import sentence
 
     stages = {"read_ns": 10, "answer_ns": 0, "permit_ns": 60, "check_ns": 5, "decode_ns": 20, "wait_ns": 5}

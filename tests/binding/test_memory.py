@@ -128,6 +128,7 @@ else:
 
 
 def test_exit_while_tensors_and_loads_live(tmp_path: Path, torch_script) -> None:
+    """The interpreter exits cleanly while a stream, an open file, a preload or a tensor still exists."""
     ow.save_file({"a": torch.randn(2000, 500)}, tmp_path / "m")
     for tail in (
         "stream = ow.stream('m'); next(stream)",
@@ -143,8 +144,8 @@ def test_smaps_exists() -> None:
 
 
 def test_memory_of_many_tensors_equals_that_of_torch_empty() -> None:
-    """Tensors for loads to a GPU are created by a cheaper call than torch.empty. They equal tensors of torch.empty, and
-    each storage has exactly the size of its tensor."""
+    """Loads to a GPU create their tensors with a cheaper call than torch.empty. The tensors have the same properties,
+    and each storage has exactly the size of its tensor."""
     frame = frame_for("pt")
     shapes = [(), (0, 3), (2, 0, 4), (3, 1, 2), (5, 4, 6), (1,), (2, 8)]
     rows = [("", name, shape, 0, 0, 0, -1) for name in ("F32", "BF16", "F8_E4M3", "BOOL") for shape in shapes]
@@ -156,9 +157,9 @@ def test_memory_of_many_tensors_equals_that_of_torch_empty() -> None:
 
 
 def test_tensors_are_grouped_for_few_driver_calls(seed: int) -> None:
-    """Each tensor is in one group. A group of several tensors stays within its limit, which is higher if all groups are
-    allocated at once. The smallest group comes first. If torch has enough free cached memory, each tensor is its own
-    group."""
+    """Each tensor is in exactly one group. A group of several tensors stays within a limit, which is higher if all
+    groups are allocated at once. The smallest group comes first. If torch has enough free cached memory, each tensor is
+    a group of its own."""
     from overwire.frameworks.torch import _group_sizes, divide_into_batches
 
     rng = random.Random(seed)
@@ -180,8 +181,8 @@ def test_tensors_are_grouped_for_few_driver_calls(seed: int) -> None:
 
 
 def test_batches_have_whole_groups(seed: int) -> None:
-    """Each tensor is in one batch. Together, the batches have the same groups as one batch. While torch has free cached
-    memory, each tensor is its own group."""
+    """Each tensor is in exactly one batch. All batches together have the same groups as a single batch would. While
+    torch has free cached memory, each tensor is a group of its own."""
     from overwire.frameworks.torch import _group_sizes, divide_into_batches
 
     rng = random.Random(seed)
@@ -268,8 +269,8 @@ def test_a_gpu_is_prepared_while_a_bundle_is_opened(tmp_path: Path, monkeypatch:
 def test_gpu_memory_is_allocated_in_the_order_of_reading(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, follows: bool
 ) -> None:
-    """Memory of torch is allocated and passed to the load in the order of the file's bytes, so that reading does not
-    wait for a late allocation. A load that follows another load gets all memory in one batch."""
+    """torch's memory is allocated and passed to the load in the order of the file's bytes, so reading never waits for a
+    later allocation. A load that follows another load gets all its memory in one batch."""
     names = [f"blob.{n}" for n in range(40)]
     ow.save_file({name: torch.zeros(1 << 20, dtype=torch.uint8) for name in names}, tmp_path / "m", compress=False)
     batches: list[list[int]] = []

@@ -155,7 +155,7 @@ def test_load_model_joins_a_preload(tmp_path: Path) -> None:
 
 
 def test_inside_compiled_functions(torch_script: Callable[..., Any]) -> None:
-    """torch.compile does not trace overwire's functions, not even the first one that a compiled function calls."""
+    """torch.compile does not trace into overwire's functions, not even if a compiled function calls one directly."""
     torch_script("""
 import overwire as ow, torch
 

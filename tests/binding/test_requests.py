@@ -23,7 +23,7 @@ STATE = {"a": torch.arange(10.0), "b": torch.ones(3)}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Makes a folder with a file and a delta for it the working folder."""
+    """Changes to a folder that has a file and a delta for it."""
     path = tmp_path_factory.mktemp("requests")
     before = os.getcwd()
     os.chdir(path)
@@ -76,7 +76,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
 BOOLS = ("no", 3, [])
 SWITCHES = "compress digests wait original measure trust strict in_order missing lenient mmap".split()
 SIZES = (-1, "4 apples", [], True)
-# Wrong values by argument name, and words that the message has about expected values.
+# Wrong values by argument name, and the words in which the message describes the expected values.
 WRONG: dict[str, tuple[tuple[Any, ...], tuple[str, ...]]] = {
     "level": ((9, "best", None, ["default"]), get_args(options.Level)),
     "placement": ((9, "best", None), get_args(options.Placement)),
@@ -105,7 +105,8 @@ WRONG: dict[str, tuple[tuple[Any, ...], tuple[str, ...]]] = {
     )
     for name in names
 }
-# These arguments have another meaning, work only together with another argument, or raise errors of another library.
+# Arguments of single functions that mean something else, work only with another argument, or raise another library's
+# errors.
 OTHER = {
     ("sleep", "storage_options"),
     ("codecs.encode", "level"),
@@ -121,7 +122,7 @@ TABLE = [
 ]
 
 
-# Engine functions that read device names and settings. A call with a wrong argument may use them.
+# Engine functions that parse device names and settings. Even a call with a wrong argument may use them.
 LOOKS = {"device", "knobs", "shown"}
 
 
@@ -145,8 +146,8 @@ class Recorder:
 
 @pytest.mark.parametrize(("name", "argument"), TABLE)
 def test_wrong_values(folder: Path, name: str, argument: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A wrong value of each argument is refused before the engine opens, starts or writes anything. The error has the
-    argument's name and the expected values."""
+    """A wrong value of any argument is refused before the engine opens, starts or writes anything. The error names the
+    argument and the expected values."""
     function, arguments = CALLS[name]
     values, expected = WRONG[argument]
     before = sorted(path.name for path in folder.iterdir())
@@ -164,7 +165,7 @@ def test_wrong_values(folder: Path, name: str, argument: str, monkeypatch: pytes
 
 
 def test_every_function_is_in_the_table() -> None:
-    """Each public function with an argument in WRONG is in CALLS."""
+    """Each public function that has an argument of WRONG is in CALLS."""
     for name in ow.__all__:
         value = getattr(ow, name)
         if inspect.isfunction(value) and WRONG.keys() & inspect.signature(value).parameters.keys():
@@ -216,8 +217,7 @@ def test_waits_take_seconds(folder: Path, timeout: Any) -> None:
 
 
 def test_hints_name_arguments_that_the_function_has() -> None:
-    """The error of a function without a device or framework argument does not suggest this argument. No error suggests
-    the argument that it refuses."""
+    """An error never suggests an argument that the function does not have, or the argument that it refuses."""
     calls: list[Any] = [
         lambda: ow.save_file(STATE, "x", framework="pt"), lambda: ow.save_file(STATE, "x", devise="cpu"),
         lambda: ow.load_model(LINEAR, "x", framework="pt"), lambda: ow.load_model(LINEAR, "x", torch_dtype="F16"),
@@ -233,7 +233,7 @@ def test_hints_name_arguments_that_the_function_has() -> None:
 
 
 def test_errors_say_what_to_write_instead(folder: Path) -> None:
-    """If an argument of another library is used, the error says what to write instead."""
+    """If a call uses the name that another library gives an argument, the error says what to write instead."""
     for call, text in (
         (lambda: ow.load_file("m.safetensors", map_location="cpu"), "write device='cpu'"),
         (lambda: ow.safe_open("m.safetensors", map_location="cpu"), "write device='cpu'"),

@@ -61,6 +61,8 @@ def test_random_indices_give_the_same_as_numpy(tmp_path: Path, compress: bool, f
 
 
 def test_every_dtype_slices(tmp_path: Path) -> None:
+    """Slices of every dtype have the same bytes as slices of the tensor. torch cannot hold an odd number of F4 elements
+    per row, so such a slice is refused."""
     tensors = every_dtype()
     ow.save_file(tensors, tmp_path / "m")
     with ow.safe_open(tmp_path / "m", "pt") as file:
@@ -82,6 +84,7 @@ def test_every_dtype_slices(tmp_path: Path) -> None:
 
 
 def test_a_missing_gpu(tmp_path: Path) -> None:
+    """Reading from a file that was opened for a missing GPU raises DeviceError."""
     ow.save_file({"x": torch.ones(3)}, tmp_path / "m")
     for read in (lambda file: file["x"], lambda file: file.get_slice("x")[1:], lambda file: file.get_tensors()):
         with pytest.raises(ow.DeviceError), ow.safe_open(tmp_path / "m", "pt", "cuda:99") as file:
@@ -108,6 +111,7 @@ MASKS = [np.array([2]), np.array(True), torch.tensor([2]), torch.tensor([True]),
 
 @pytest.mark.parametrize("index", [9, -10, (0, 0, 0), (..., ...), [0, 1], True, "a", 1.5, slice(0, 9, 0), slice("a"), *MASKS])
 def test_wrong_indices(tmp_path: Path, index: Any) -> None:
+    """An invalid index raises SliceError, which is both an IndexError and a ValueError."""
     ow.save_file({"a": np.ones((9, 3))}, tmp_path / "m")
     with ow.safe_open(tmp_path / "m", "np") as file, pytest.raises(ow.SliceError) as caught:
         file.get_slice("a")[index]
@@ -115,7 +119,7 @@ def test_wrong_indices(tmp_path: Path, index: Any) -> None:
 
 
 def test_integers_of_arrays_are_indices(tmp_path: Path) -> None:
-    """numpy integers, and arrays and tensors without dimensions, are indices, as in torch and numpy."""
+    """numpy integers, and arrays and tensors without dimensions, work as indices, as in torch and numpy."""
     ow.save_file({"a": np.arange(27).reshape(9, 3)}, tmp_path / "m")
     with ow.safe_open(tmp_path / "m", "np") as file:
         assert all(
@@ -139,6 +143,7 @@ def test_safe_open_equals_safetensors(tmp_path: Path) -> None:
 
 
 def test_several_files_and_dtype(tmp_path: Path) -> None:
+    """Several files are opened as one, with a cast. If they disagree about metadata, the first file wins."""
     ow.save_file({"a": torch.ones(3)}, tmp_path / "1", {"who": "one", "x": "1"})
     ow.save_file({"b": torch.ones(3)}, tmp_path / "2", {"who": "two", "y": "2"})
     with ow.safe_open([tmp_path / "1", tmp_path / "2"], "pt", dtype="bfloat16") as file:

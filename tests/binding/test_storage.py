@@ -33,7 +33,7 @@ def test_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_values_become_text() -> None:
-    """Booleans, numbers, paths and headers become strings. None is left out."""
+    """Booleans, numbers, paths and headers become strings. An option that is None is left out."""
     made = storage.storage({"anon": True, "timeout": 2.5, "cacert": Path("/x"), "key": None, "headers": {"A": 1}}, ["s3://b/k"])
     assert made["storage"] == {"anon": "true", "timeout": "2.5", "cacert": "/x", "header.A": "1"}
     assert storage.storage(None, ["/x", "file:///y"]) == {}
@@ -59,7 +59,7 @@ def test_local_paths_accept_no_options(tmp_path: Path) -> None:
 
 
 def test_insecure_warns_once(caplog: pytest.LogCaptureFixture) -> None:
-    """A disabled certificate check is reported once per process."""
+    """Disabling the certificate check causes one warning per process."""
     storage._warn_once.cache_clear()
     for _ in range(3):
         storage.storage({"insecure": True}, ["https://h/x"])

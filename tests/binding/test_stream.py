@@ -39,7 +39,7 @@ def test_stream_accepts_the_arguments_of_load_file(tmp_path: Path) -> None:
 
 
 def test_stream_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With in_order, a stream has the order of load_file's dict or of keys, even with max_memory."""
+    """With in_order, a stream yields tensors in the order of load_file's dict or of `keys`, even with max_memory."""
     arrive = Job.next
 
     def backwards(self: Job, timeout: float | None, raw: bool = False) -> object:
@@ -83,7 +83,7 @@ def test_stream_closed_early_ends_its_load(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"in_order": True}, {"max_memory": 20_000}])
 def test_threads_share_a_stream(tmp_path: Path, options: dict[str, Any]) -> None:
-    """If threads take from one stream, each tensor is returned once."""
+    """If several threads take from one stream, each tensor is returned once."""
     tensors = {f"t{n}": torch.full((n + 1, 7), float(n)) for n in range(150)}
     ow.save_file(tensors, tmp_path / "m")
     stream = ow.stream(tmp_path / "m", **options)
@@ -104,8 +104,8 @@ def test_threads_share_a_stream(tmp_path: Path, options: dict[str, Any]) -> None
 def test_a_stream_is_closed_during_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
-    """If a thread waits for a tensor and another thread closes the stream, the first gets CancelledError. If a signal
-    handler interrupts a stream and takes from it, the handler gets a clear error."""
+    """If a thread closes a stream in which another thread waits, the waiting thread gets CancelledError. If a signal
+    handler takes from the stream that it interrupts, the handler gets a clear error."""
     ow.save_file({f"t{n}": torch.zeros(100, 7) for n in range(20)}, tmp_path / "m")
     stream = ow.stream(tmp_path / "m", **options)
     waits, cancelled = threading.Event(), threading.Event()
@@ -134,7 +134,7 @@ def test_a_stream_is_closed_during_next(
 def test_a_stream_continues_after_a_refused_signal_handler(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
-    """If a signal handler is refused by a stream, the stream continues and yields every tensor."""
+    """After a stream has refused a signal handler, it continues and yields every tensor."""
     ow.save_file({f"t{n}": torch.zeros(100, 7) for n in range(20)}, tmp_path / "m")
     stream = ow.stream(tmp_path / "m", **options)
     take = Load.next
@@ -207,6 +207,7 @@ def test_stream_raises_after_the_tensors_that_were_loaded(tmp_path: Path) -> Non
 
 
 def test_progress_and_reports(tmp_path: Path, capsys) -> None:
+    """Progress reaches the totals, `last_report` describes the call, and progress bars leave stdout alone."""
     tensors = {f"t{i}": torch.randn(300, 300) for i in range(5)}
     size = 5 * 300 * 300 * 4
     seen: list[ow.Progress] = []
@@ -236,6 +237,7 @@ def test_a_progress_callable_that_raises_cancels(tmp_path: Path) -> None:
 
 
 def test_threads_share_files(tmp_path: Path) -> None:
+    """Nine threads that load, stream and copy one file at the same time all get the right tensors."""
     tensors = ugly()
     ow.save_file(tensors, tmp_path / "m")
     file = ow.safe_open(tmp_path / "m", "pt")
@@ -301,8 +303,8 @@ print("interrupted", sum(hits), "of", len(hits))
 
 
 def test_a_forked_child_can_load_but_not_verify(tmp_path: Path, torch_script) -> None:
-    """A forked child can use its parent's tensors and load files. Functions that need the engine are refused in the
-    child. The parent continues."""
+    """A forked child can use its parent's tensors and load local files, but functions that need the engine are refused.
+    The parent continues."""
     torch_script(
         """
 import os, sys, torch, overwire as ow
@@ -396,8 +398,8 @@ class CloseAtLine:
 
 @pytest.mark.parametrize("options", [{}, {"max_memory": 150_000}], ids=["at once", "windows"])
 def test_a_signal_handler_closes_a_stream_within_next(tmp_path: Path, options: dict[str, Any]) -> None:
-    """Whichever line of next the handler interrupts, next returns the right tensor or ends the stream, and the stream
-    stays closed."""
+    """Whichever line of `next` the handler interrupts, `next` returns the right tensor or ends the stream, and the
+    stream stays closed."""
     ow.save_file({f"t{at}": torch.full((300, 100), float(at)) for at in range(4)}, tmp_path / "m")
     at = ends = 0
     while True:

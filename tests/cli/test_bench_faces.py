@@ -1,4 +1,4 @@
-"""Tests on the CPU the part of `overwire bench --device cuda` that loads with each library in fresh processes."""
+"""Tests, on the CPU, the part of `overwire bench --device cuda` that loads with each library in fresh processes."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ folder.mkdir()
 
 
 def test_every_library_has_a_row(torch_script) -> None:
-    """Each available library loads each of its files twice in a process that compares the bytes. Its row has its share
-    of load_file's rate."""
+    """Each available library loads each kind of file that it supports twice, in a process that compares the bytes. Its
+    row gives its rate as a share of load_file's."""
     done = torch_script(PROGRAM % (1, "import json; print(json.dumps(faces._measure_faces(args, folder)))"))
     rows = json.loads(done.stdout.splitlines()[-1])
     keys = {(row["face"], row["file"]) for row in rows}
@@ -43,8 +43,8 @@ def test_every_library_has_a_row(torch_script) -> None:
 
 
 def test_wrong_bytes_and_failures_are_rows(torch_script) -> None:
-    """Wrong tensors, an exception and a process that dies are each reported in the row of their library. The row of a
-    library that works has as many runs as the argument says."""
+    """Wrong tensors, an exception and a process that dies are each reported in the row of their library. A library that
+    works has as many runs as the command line asks for."""
     done = torch_script(PROGRAM % (2, """
 import importlib
 import json
@@ -97,7 +97,7 @@ for row in saves.measure_saves(folder / "plain", "cpu", folder / "space", "", fa
 
 
 def test_saves_have_rows_next_to_their_limits(torch_script) -> None:
-    """Each way to save is timed twice, its bytes are compared, and its row is next to that of os.pwrite with the same
+    """Each way to save is timed twice and its bytes are compared. Its row is next to the row of os.pwrite with the same
     number of bytes. Wrong bytes and exceptions are reported in the row."""
     done = torch_script(PROGRAM % (2, "import torch") + SAVES % """
 def flip(tensors, at):

@@ -25,7 +25,7 @@ torch = pytest.importorskip("torch")
 
 @pytest.mark.slow
 def test_links_have_rows_next_to_their_limits(tmp_path: Path) -> None:
-    """Every link and the plain loopback have rows for both kinds of file, and no temporary file is left."""
+    """Every simulated link and the plain loopback have rows for both kinds of file, and no temporary file is left."""
     command = [sys.executable, ROOT / "bench/bench_net.py", "--size", "8MB", "--repeat", "1", "--json"]
     done = subprocess.run([*command, "--dir", tmp_path], capture_output=True, text=True, check=False, timeout=200)
     assert done.returncode == 0, done.stderr
@@ -37,7 +37,7 @@ def test_links_have_rows_next_to_their_limits(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("how", ["plain", "crc32", "key"])
 def test_the_benchmark_of_tensorizer_files(tmp_path: Path, how: str) -> None:
-    """overwire's and tensorizer's loads of a .tensors file are each timed twice. A wrong byte ends the program."""
+    """Loads of a .tensors file by overwire and by tensorizer are each timed twice. A wrong byte ends the program."""
     pytest.importorskip("tensorizer")
     tensors = {"a": torch.randn(300, 400).bfloat16(), "b": torch.arange(7), "c": torch.tensor(2.5)}
     path = str(tmp_path / "m.tensors")
@@ -51,8 +51,8 @@ def test_the_benchmark_of_tensorizer_files(tmp_path: Path, how: str) -> None:
 
 
 def test_the_memory_figure_excludes_the_tensors(tmp_path: Path) -> None:
-    """The memory figure excludes the tensors. They are much larger than the possible lag of the kernel's counters for a
-    process, which is a few pages per thread and core."""
+    """The memory figure excludes the tensors. The kernel's counters may lag by a few pages per thread and core, so the
+    tensors are much larger than that."""
     file = tmp_path / "large.safetensors"
     ow.save_file({"a": torch.randint(0, 255, (64 << 20,), dtype=torch.uint8)}, file, compress=False)
     row = bench_start.measure_memory("", str(file), "cpu")

@@ -44,6 +44,7 @@ def test_the_version_equals_the_packages():
 
 
 def test_round_trip(plain: Path, tmp_path: Path):
+    """A decompressed file is identical to the original, and `verify --original` confirms this by SHA-256."""
     small, back = tmp_path / "small.safetensors", tmp_path / "back.safetensors"
     report = json.loads(must("compress", str(plain), "-o", str(small), "--json"))
     assert report["ratio"] < 0.68
@@ -81,6 +82,7 @@ def test_python_loads_files_of_the_command_line(plain: Path, tmp_path: Path):
 
 
 def test_paths_with_a_dash(plain: Path, tmp_path: Path):
+    """After `--`, a path may begin with a dash."""
     (tmp_path / "-model.safetensors").write_bytes(plain.read_bytes())
     done = run("inspect", "--summary", "--", "-model.safetensors", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -98,6 +100,7 @@ def test_paths_with_a_dash(plain: Path, tmp_path: Path):
     ],
 )
 def test_exit_status(argv: list[str], status: int):
+    """Each kind of error has its exit status and prints a message without a traceback."""
     done = run(*argv)
     assert done.returncode == status, done.stderr
     assert done.stdout == ""
@@ -106,6 +109,7 @@ def test_exit_status(argv: list[str], status: int):
 
 
 def test_errors_as_json():
+    """With --json, an error is a JSON object with the class and exit status."""
     done = run("inspect", "no such file", "--json")
     error = json.loads(done.stdout)["error"]
     assert error["class"] == "NotFoundError"
@@ -113,6 +117,7 @@ def test_errors_as_json():
 
 
 def test_full_disk(plain: Path):
+    """If standard output cannot be written, the command exits with status 4."""
     if not os.path.exists("/dev/full"):
         pytest.skip("no /dev/full here")
     for words in (["inspect", str(plain)], ["--help"], ["help", "load"], ["load", "--help"], ["--version"]):
@@ -125,8 +130,8 @@ def test_full_disk(plain: Path):
 
 @pytest.mark.parametrize("number", [1, 2])
 def test_closed_streams(plain: Path, tmp_path: Path, number: int):
-    """If standard output is closed, the command reports a clear error, and no output file gets the descriptor number of
-    standard output."""
+    """If standard output is closed, the command reports a clear error, and no output file takes its descriptor
+    number."""
     small = tmp_path / "small.safetensors"
     done = run("compress", str(plain), "-o", str(small), preexec_fn=functools.partial(os.close, number))
     assert done.returncode == {1: 4, 2: 0}[number] and "Traceback" not in done.stderr
@@ -169,6 +174,7 @@ def test_doctor_lists_gpus_or_says_why_there_is_none():
 
 
 def test_settings_come_from_the_environment():
+    """`doctor` shows settings from the environment, and warns about an invalid value."""
     done = run("doctor", "--json", env={**os.environ, "OVERWIRE_THREADS": "1", "OVERWIRE_LOG": "loud"})
     assert done.returncode == 0
     settings = {row["name"]: row for row in json.loads(done.stdout)["settings"]}
@@ -178,7 +184,7 @@ def test_settings_come_from_the_environment():
 
 
 def test_bench_runs_small():
-    """Every row of the benchmark has a value, and no row has the fields of a goal."""
+    """Every row of the benchmark has a value, and no row has fields for a goal."""
     report = json.loads(must("bench", "--size", "8MB", "--repeat", "1", "--json"))
     assert {row["group"] for row in report["rows"]} == {"this machine", "size", "save", "load"}
     assert report["estimate"] > 0
@@ -189,7 +195,7 @@ def test_bench_runs_small():
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_stopped_command_leaves_no_file(plain: Path, tmp_path: Path, number: signal.Signals):
-    """A command that gets SIGTERM or SIGHUP removes its temporary file, and then dies of the signal."""
+    """A command that gets SIGTERM or SIGHUP removes its temporary file and then dies from the signal."""
     # The server is slow, so that the command is still running.
     folder, out = tmp_path / "out", tmp_path / "out" / "x.safetensors"
     folder.mkdir()
@@ -294,8 +300,8 @@ def test_file_uris(tmp_path: Path) -> None:
 
 
 def test_fetch_continues_after_any_interruption(tmp_path: Path) -> None:
-    """A fetch that was killed or ran out of space leaves hidden files. The next run fetches the rest and removes the
-    hidden files, for a file and for a folder."""
+    """A fetch that is killed or runs out of space leaves hidden files. The next run fetches only the rest and removes
+    the hidden files, for a file and for a folder."""
     served, out = tmp_path / "served", tmp_path / "out"
     served.mkdir()
     out.mkdir()

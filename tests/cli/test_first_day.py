@@ -71,7 +71,7 @@ def make_folder(path: Path, files: tuple[str, ...], beside: tuple[str, ...]) -> 
 
 @pytest.mark.parametrize("kind", FOLDERS)
 def test_folders_are_compressed_and_decompressed(run: Run, tmp_path: Path, kind: str) -> None:
-    """A folder that was compressed and decompressed has the same bytes in every file. The reported size is that of the
+    """Every file of a folder has the same bytes after compressing and decompressing. The reported size is that of the
     weights."""
     files, beside = FOLDERS[kind]
     plain, small, back = (tmp_path / name for name in ("plain", "small", "back"))
@@ -88,8 +88,8 @@ def test_folders_are_compressed_and_decompressed(run: Run, tmp_path: Path, kind:
 
 
 def test_shards(run: Run, tmp_path: Path) -> None:
-    """A set of shards can be compressed and converted to one file with equal tensors. --shard needs a size with a
-    unit."""
+    """A set of shards can be compressed, and converted to one file, without changing a tensor. --shard needs a size
+    with a unit."""
     (tmp_path / "set").mkdir()
     ow.save_file(weights(0, 6), tmp_path / "set/model.safetensors", max_shard_size="300kB", compress=False)
     run("compress", tmp_path / "set", "-o", tmp_path / "small")
@@ -100,9 +100,9 @@ def test_shards(run: Run, tmp_path: Path) -> None:
 
 
 def test_functions_do_what_commands_do(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """ow.compress and ow.decompress accept files, lists, folders and URIs like the commands, and write the same files.
-    They replace a file only with overwrite=True. If the first argument of compress is an object, it is saved as by
-    nyacomp."""
+    """ow.compress and ow.decompress accept files, lists, folders and URIs, and write the same files as the commands.
+    They replace a file only with overwrite=True. If the first argument of `compress` is an object, it is saved in
+    nyacomp's layout."""
     monkeypatch.chdir(tmp_path)
     make_folder(tmp_path / "plain", *FOLDERS["a model of the Hub"])
     model = tmp_path / "plain/model.safetensors"
@@ -137,7 +137,7 @@ def test_functions_do_what_commands_do(run: Run, tmp_path: Path, monkeypatch: py
 
 
 def test_help() -> None:
-    """help() shows each public function with one signature in short lines, with types as in the source, and explains
+    """help() shows one signature per public function, in short lines and with the types of the source, and explains
     every option. nyacomp's names can be imported but are not listed."""
     functions = [value for name in ow.__all__ if inspect.isfunction(value := getattr(ow, name))]
     assert len(functions) > 25 and ow.compress in functions and ow.decompress in functions
@@ -155,7 +155,8 @@ def test_help() -> None:
 
 
 def test_small_files_that_grow(run: Run, tmp_path: Path) -> None:
-    """compress explains in one line why a small file became larger, and prints no such line for a smaller one."""
+    """`overwire compress` explains in one line why a small file became larger. It prints no such line for a file that
+    became smaller."""
     ow.save_file({"a": torch.ones(3)}, tmp_path / "small.safetensors", compress=False)
     ow.save_file(weights(0), tmp_path / "large.safetensors", compress=False)
     assert "\nthe result is larger than the source: " in run("compress", tmp_path / "small.safetensors")
@@ -226,8 +227,8 @@ def test_help_says_command(run: Run) -> None:
 
 
 def test_a_download(run: Run, tmp_path: Path) -> None:
-    """verify compares a folder of `hf download --local-dir` with the SHA-256 that huggingface_hub recorded, and finds a
-    changed bit."""
+    """`verify` compares the files that `hf download --local-dir` fetched with the SHA-256 that huggingface_hub
+    recorded, and finds a changed bit."""
     folder = pytest.importorskip("huggingface_hub._local_folder")
     file = tmp_path / "model.safetensors"
     ow.save_file(weights(0), file, compress=False)
@@ -241,7 +242,8 @@ def test_a_download(run: Run, tmp_path: Path) -> None:
 
 
 def test_a_comparison_with_safetensors(tmp_path: Path) -> None:
-    """`verify --against` lists the tensors that differ from those that safetensors reads. If any differs, it fails."""
+    """`verify --against` compares with the tensors that safetensors reads and lists those that differ. If any differs,
+    it fails."""
     make_folder(tmp_path / "plain", *FOLDERS["a diffusers pipeline"])
     ow.convert(tmp_path / "plain", tmp_path / "small")
 
@@ -316,8 +318,8 @@ def test_a_delta(run: Run, tmp_path: Path) -> None:
 
 
 def test_errors_of_other_readers(tmp_path: Path) -> None:
-    """safetensors refuses a compressed file, and its message says what to install. Programs that only list a header can
-    list the file. tests/engines has the messages of transformers, diffusers and vLLM."""
+    """safetensors refuses a compressed file, and its message says what to install. Programs that only list the header
+    still work. The messages of transformers, diffusers and vLLM are tested in tests/engines."""
     safetensors = pytest.importorskip("safetensors")
     from safetensors.torch import load, load_file
 
@@ -330,7 +332,7 @@ def test_errors_of_other_readers(tmp_path: Path) -> None:
     assert {"bias", *weights(0)} < set(header) and header["bias"]["dtype"] == "F32"
 
 
-# Command lines with a mistake, their exit status, and words of the answer. M is a file, F a folder with a
+# Command lines with a mistake, their exit status, and words in the answer. M is a file, F a folder with a
 # pytorch_model.bin.
 MISTAKES: tuple[tuple[str, int, str], ...] = (
     ("compres M -o x", 2, "did you mean compress?"),

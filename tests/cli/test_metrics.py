@@ -28,8 +28,8 @@ def model(tmp_path: Path) -> Path:
 
 
 def test_calls_are_counted(model: Path, tmp_path: Path) -> None:
-    """The runs, tensors, bytes, seconds and stages of each function are counted, and errors by class, even in threads
-    and for more calls than the queue of notes holds."""
+    """Runs, tensors, bytes, seconds and stages are counted for each function, and errors by class. This includes calls
+    on other threads, and more calls than the queue of pending updates holds."""
     before = ow.metrics().get("load", ow.VerbMetrics())
     for _ in range(3):
         ow.load_file(model, framework="np")
@@ -58,7 +58,7 @@ def test_calls_are_counted(model: Path, tmp_path: Path) -> None:
 
 
 def test_a_signal_handler_reads_metrics_during_an_update(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If a signal handler reads `metrics` between two updates, each function is counted once, and no call fails."""
+    """If a signal handler reads `metrics` between two updates, each call is counted once, and none fails."""
 
     class Interrupted(deque[tuple[str, str, str]]):
         def popleft(self) -> tuple[str, str, str]:
@@ -112,8 +112,8 @@ def test_a_fork_while_another_thread_holds_the_lock() -> None:
 
 
 def test_missing_files_count_as_open_errors(tmp_path: Path) -> None:
-    """If a load, a stream, safe_open, inspect or a bundle finds no file, it counts one "open" error. Alternative names
-    that are tried in order do not count."""
+    """If a load, a stream, safe_open, `inspect` or a bundle finds no file, this counts as one "open" error. Alternative
+    names that are tried in order do not count."""
     errors = lambda: ow.metrics().get("open", ow.VerbMetrics()).errors.get("NotFoundError", 0)  # noqa: E731
     before = errors()
     for verb in (ow.load_file, ow.safe_open, ow.inspect, lambda path: list(ow.stream(path, framework="np"))):
@@ -130,8 +130,8 @@ def test_missing_files_count_as_open_errors(tmp_path: Path) -> None:
 
 
 def test_cache_metrics(tmp_path: Path) -> None:
-    """Objects and bytes from a store and from the cache are counted, including those that the cache served while the
-    store was offline. The Prometheus text contains the counts."""
+    """Objects and bytes are counted by where they came from: a store, the cache, or the cache while the store was
+    offline. The Prometheus text contains the counts."""
     (tmp_path / "served").mkdir()
     size = ow.save_file({"a": np.ones((300, 300), "f4")}, tmp_path / "served" / "m.safetensors").bytes_out
     options = {"cache": str(tmp_path / "cache"), "retries": 0}

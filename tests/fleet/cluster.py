@@ -24,9 +24,9 @@ ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # Ray's workers
 
 MIB = 1 << 20
 NODES = 3
-# The nodes' own environments have these credentials, and prefetch uses them.
+# The nodes have these credentials in their environments, and `prefetch` uses them.
 ENV = {"OVERWIRE_RAY_PIECE_MB": "1", "AWS_ACCESS_KEY_ID": stores.S3_KEY, "AWS_SECRET_ACCESS_KEY": stores.S3_SECRET}
-# Ray gives up nodes that do not answer in time. A busy machine needs more time than Ray's defaults allow.
+# Ray declares nodes dead that do not answer in time. A busy machine needs more time than Ray's defaults allow.
 PATIENCE = {"RAY_raylet_start_wait_time_s": "120", "RAY_health_check_timeout_ms": "30000",
             "RAY_health_check_failure_threshold": "10"}  # fmt: skip
 
@@ -76,7 +76,7 @@ class Replica:
         return {name: zlib.crc32(tensor.numpy().tobytes()) for name, tensor in state.items()}
 
     def fill(self, size: int, in_use: bool = False) -> None:
-        """Fills memory of the node's object store. Ray cannot spill objects that are in use."""
+        """Fills part of the node's object store. Ray cannot spill objects that are in use."""
         import ray
 
         refs = [ray.put(bytes(size >> 5)) for _ in range(32)]
@@ -105,8 +105,8 @@ class Setup:
         return ray.remote(Replica).options(num_cpus=0, resources={f"n{node}": 0.001}).remote()
 
     def sent(self) -> int:
-        """Returns how many bytes the store has sent since the last call. The beginnings of files do not count, because
-        every load reads them to learn the state of the object."""
+        """Returns how many bytes the store has sent since the last call. The first bytes of files do not count, because
+        every load reads them to learn the version of the object."""
         beginning = 256 << 10
         count = sum(size for method, _, headers, _, size in self.proxy.asked
                     if method == "GET" and not str(headers.get("Range")).endswith(f"-{beginning - 1}"))  # fmt: skip
@@ -115,7 +115,7 @@ class Setup:
 
 
 def wait_until_gone() -> None:
-    """Waits until no directory exists."""
+    """Waits until no directory of pieces exists."""
     for _ in range(300):
         try:
             ray.get_actor(DIRECTORY, namespace=NAMESPACE)
@@ -137,8 +137,8 @@ def free_ports(count: int) -> list[int]:
 
 
 def add_node(cluster: Any, number: int) -> Any:
-    """Adds a node with its own resource. Ray waits 30 s for a node and 15 s for ports that it chooses itself, and a
-    busy machine may need longer. So the ports are given, and a node that does not start is tried again."""
+    """Adds a node with its own resource. Ray waits 30 s for a node, and 15 s for ports that it chooses itself. A busy
+    machine may need longer, so the ports are given, and a node that does not start is started again."""
     for left in (3, 2, 1, 0):
         try:
             ports = dict(zip(PORTS, free_ports(len(PORTS)), strict=True))

@@ -1,4 +1,4 @@
-"""Tests loads through real Ray under random faults. `make ray` runs each kind once.
+"""Tests loads through real Ray under random faults. `make ray` runs each kind of fault once.
 
 OVERWIRE_TEST_SEED repeats the faults of a run. OVERWIRE_TEST_FAULTS is the number of faults.
 """
@@ -24,13 +24,13 @@ Sums = dict[str, int]
 
 
 class Soak:
-    """One load by three replicas. A fault may hit one of them."""
+    """The replicas of a cluster, and the model that they load under one fault."""
 
     def __init__(self, setup: Setup, rng: random.Random) -> None:
         self.setup, self.rng = setup, rng
         self.replicas: dict[int, list[Any]] = {node: [] for node in range(NODES)}
         self.uri, self.want, self.size = "", {}, 0
-        self.numbers = itertools.count(NODES)  # the numbers of the nodes that die
+        self.numbers = itertools.count(NODES)  # numbers of nodes that are added and killed
 
     def take(self, node: int | None = None) -> Any:
         """Returns an idle replica on the given node, or on a random node."""
@@ -50,7 +50,7 @@ class Soak:
                 self.replicas[node].append(one)
 
     def start(self, *replicas: Any, **options: Any) -> list[Any]:
-        ray.get([one.free.remote() for one in replicas])  # waits until the replicas have started
+        ray.get([one.free.remote() for one in replicas])  # wait until the replicas have started
         return [one.load.remote(self.uri, {**self.setup.options, **options}) for one in replicas]
 
     def check(self, works: list[Any], want: Sums | None = None) -> None:
@@ -62,7 +62,7 @@ class Soak:
 
 
 def kill_owner(soak: Soak) -> Any:
-    """Kills a process that reads and owns pieces."""
+    """Kills the process that has read the pieces and owns them."""
     victim, *others = soak.take(), soak.take(), soak.take()
     works = soak.start(victim, *others)
     soak.wait()
@@ -72,7 +72,8 @@ def kill_owner(soak: Soak) -> Any:
 
 
 def kill_raylet(soak: Soak) -> Any:
-    """A different node dies each time, because Ray starts actors on a dead node until it notices the death."""
+    """Adds a node and kills it during a load. Each node gets a new number, because Ray starts actors on a dead node
+    until it notices the death."""
     number = next(soak.numbers)
     node = add_node(soak.setup.cluster, number)
     victim, *others = soak.setup.replica(number), soak.take(), soak.take()
@@ -84,7 +85,7 @@ def kill_raylet(soak: Soak) -> Any:
 
 
 def kill_directory(soak: Soak) -> None:
-    """Kills the directory. Ray or the next load starts another one."""
+    """Kills the directory of pieces. Ray or the next load starts another one."""
     works = soak.start(soak.take(), soak.take(), soak.take())
     soak.wait()
     with contextlib.suppress(ValueError):
@@ -113,7 +114,8 @@ def use_all_memory(soak: Soak) -> None:
 
 
 def replace_object(soak: Soak) -> None:
-    """Replaces the object between two loads or during a load. A load during the replacement may raise an error."""
+    """Replaces the object in the store, between two loads or during one. A load during the replacement may raise an
+    error."""
     works, old, new = soak.start(soak.take(), soak.take()), soak.want, soak.rng.randrange(1 << 30)
     if soak.rng.random() < 0.5:
         soak.check(works)
@@ -127,7 +129,7 @@ def replace_object(soak: Soak) -> None:
 
 
 def use_wrong_credentials(soak: Soak) -> None:
-    """Lets one node load without permission to read the object."""
+    """Gives one node credentials that do not allow it to read the object."""
     victim = soak.take()
     works = soak.start(soak.take(), soak.take())
     with pytest.raises(ow.errors.AccessError):
@@ -136,8 +138,8 @@ def use_wrong_credentials(soak: Soak) -> None:
 
 
 def damage_read(soak: Soak) -> None:
-    """Lets a process read wrong bytes from the store and share them with matching checksums. If an earlier fault makes
-    the process read the store itself, it may raise CorruptError."""
+    """Makes a process read wrong bytes from the store and share them with matching checksums. If an earlier fault has
+    made the process load without sharing, it may raise CorruptError."""
     soak.begin(compress=True)
     soak.setup.proxy.wrong = 1
     replicas = [soak.take(), soak.take()]

@@ -18,7 +18,7 @@ class Directory:
 
 
 def test_processes_with_one_number_have_different_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Containers of a node number their processes separately, so two processes of a node may have the same number."""
+    """Each container numbers its processes separately, so two processes on a node may have the same number."""
     monkeypatch.setattr(feeder, "find_directory", lambda _: Directory())
     monkeypatch.setattr(os, "getpid", lambda: 7)
     context = SimpleNamespace(get_node_id=lambda: "node")

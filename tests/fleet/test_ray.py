@@ -24,8 +24,8 @@ ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # Ray's workers
 
 @pytest.mark.parametrize("compress", [True, False])
 def test_once(setup: Setup, compress: bool) -> None:
-    """Nodes that load at the same time, a second replica and a late node read each byte from the store once in
-    total."""
+    """Several nodes that load at once, a second replica and a node that comes later together read each byte from the
+    store once."""
     uri, want, size = setup.model(compress)
     first, second, late = (setup.replica(node) for node in (0, 1, 2))
     other = setup.replica(0)
@@ -43,7 +43,7 @@ def test_once(setup: Setup, compress: bool) -> None:
 
 
 def test_lost_owner(setup: Setup) -> None:
-    """If a process dies, its pieces are read from the store again and shared again."""
+    """If a process dies, the pieces that it owned are read from the store and shared again."""
     uri, want, size = setup.model(True)
     owner, other, late = setup.replica(0), setup.replica(1), setup.replica(2)
     assert ray.get(owner.load.remote(uri, setup.options))[0] == want
@@ -57,7 +57,7 @@ def test_lost_owner(setup: Setup) -> None:
 
 
 def test_lost_directory(setup: Setup) -> None:
-    """Loads continue without the directory. When there is a new directory, they share pieces again."""
+    """Loads continue while there is no directory of pieces. Once there is a new one, they share pieces again."""
     uri, want, _ = setup.model(False)
     first, second = setup.replica(0), setup.replica(1)
     assert ray.get(first.load.remote(uri, setup.options))[0] == want
@@ -70,7 +70,7 @@ def test_lost_directory(setup: Setup) -> None:
 
 
 def test_changed_object(setup: Setup) -> None:
-    """If a node opens a replaced object, it never gets bytes of the old object."""
+    """A node that opens an object after it was replaced never gets bytes of the old object."""
     uri, want, _ = setup.model(False)
     first, second = setup.replica(0), setup.replica(1)
     assert ray.get(first.load.remote(uri, setup.options))[0] == want
@@ -81,8 +81,8 @@ def test_changed_object(setup: Setup) -> None:
 
 
 def test_wrong_credentials(setup: Setup) -> None:
-    """If a node may not read the object, its load raises an error, although the cluster has the pieces. Other nodes
-    load the object."""
+    """If a node's credentials do not allow it to read the object, its load raises an error, although the cluster has
+    the pieces. Other nodes load the object."""
     uri, want, _ = setup.model(True)
     first, second, third = (setup.replica(node) for node in (0, 1, 2))
     works = [one.load.remote(uri, setup.options) for one in (first, third)]
@@ -140,7 +140,7 @@ def test_damaged_read_of_group(setup: Setup, tmp_path: Path) -> None:
 
 
 def test_unused_directory(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If no process has called the directory for a while, it ends. The next load starts a new directory."""
+    """A directory that no process has called for a while ends. The next load starts a new one."""
     with contextlib.suppress(ValueError):
         ray.kill(ray.get_actor(DIRECTORY, namespace=NAMESPACE))
     wait_until_gone()
@@ -158,7 +158,7 @@ def test_unused_directory(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_checkpoint(setup: Setup) -> None:
-    """Two nodes together read a training checkpoint once from the store."""
+    """Two nodes load a training checkpoint, which is read from the store once."""
     import torch
     import torch.distributed.checkpoint as dcp
     from overwire.checkpoints import CheckpointWriter
@@ -205,7 +205,7 @@ def test_prefetch(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_serve(setup: Setup, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the example with two deployments of Ray Serve, both load the model, and it is read from the store once."""
+    """In the Ray Serve example, two deployments load the model, and it is read from the store once."""
     uri, _, size = setup.model(True)
     monkeypatch.setenv("RAY_ADDRESS", setup.cluster.address)
     path = Path(__file__).parents[2] / "examples/production/ray_serve.py"

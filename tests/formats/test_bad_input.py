@@ -262,6 +262,7 @@ def test_an_open_file_that_is_replaced(plain: tuple[Path, dict[str, Any]]) -> No
 
 
 def test_a_preload_of_a_truncated_file(plain: tuple[Path, dict[str, Any]]) -> None:
+    """A preload of a truncated file and the load after it raise CorruptError with the file's name."""
     path, tensors = plain
     ow.save_file(tensors, path)
     os.truncate(path, path.stat().st_size - 50_000)

@@ -381,6 +381,7 @@ def test_verify_reports_the_checksums_and_the_size_of_the_file(tmp_path: Path) -
 
 
 def test_the_format_before_torch_1_6(tmp_path: Path) -> None:
+    """A file in the format before torch 1.6 is refused, and the error says how to convert it."""
     torch.save({"w": torch.ones(3)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
     for call in (lambda path: ow.convert(path, tmp_path / "m.safetensors"), ow.load_bundle):
         with pytest.raises(ow.FormatError, match=r"`torch.save\(torch.load\(f\), f\)` makes a newer one"):

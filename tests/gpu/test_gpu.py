@@ -138,6 +138,7 @@ def test_corrupt_chunk_leaves_the_context_alive(tmp_path: Path) -> None:
 
 @pytest.mark.imports_torch
 def test_preload_before_torch(tmp_path: Path) -> None:
+    """A preload to a GPU starts before torch is imported, and the load joins it."""
     ow.save_file({"a": torch.randn(1 << 20).bfloat16(), "b": torch.arange(5)}, tmp_path / "m")
     code = f"""
 import os
@@ -237,6 +238,7 @@ def test_out_of_memory_errors_give_the_size_and_memory_is_freed(tmp_path: Path) 
 
 @pytest.mark.whole_gpu
 def test_empty_cache(tmp_path: Path) -> None:
+    """empty_cache frees at least 64 MiB of GPU memory. Loaded tensors stay valid."""
     ow.save_file({"a": torch.arange(1000)}, tmp_path / "m")
     kept = ow.load_file(tmp_path / "m", device="cuda")
     before = torch.cuda.mem_get_info()[0]
@@ -287,6 +289,7 @@ assert not count_segments()
 
 
 def test_pinned(model: Path) -> None:
+    """A model that is pinned on the CPU or on a GPU loads to both repeatedly, and streams to the GPU."""
     for file in ("plain.safetensors", "packed.safetensors"):
         on_cpu = ow.load_file(model / file)
         for device in (None, "cuda"):

@@ -170,6 +170,7 @@ def test_only_the_damaged_buffer_raises(name: str, contents: dict[int, bytes]) -
 
 
 def test_out_and_capacity(contents: dict[int, bytes]) -> None:
+    """A result is written to the caller's memory. An Array of overwire reuses its memory or grows."""
     for name in ("X16", "LZ4", "Zstd"):
         codec = nvcomp.Codec(algorithm=name)
         e = codec.encode(there(contents[65536]))
@@ -206,6 +207,7 @@ def test_encoding_on_the_gpu_gives_the_bytes_of_the_cpu(contents: dict[int, byte
 
 
 def test_interfaces_share_the_memory(contents: dict[int, bytes]) -> None:
+    """Arrays from DLPack and from the CUDA array interface share GPU memory and keep it alive."""
     array = there(contents[65536])
     place = array.__cuda_array_interface__["data"][0]
     assert array.__cuda_array_interface__["stream"] == 1 and array.__dlpack_device__() == (2, 0)
@@ -257,6 +259,7 @@ class Pool:
 
 
 def test_allocators(contents: dict[int, bytes]) -> None:
+    """Device and pinned memory come from the user's allocators, and go back to them. An allocator's error is raised."""
     device, pinned = Pool(True), Pool(False)
 
     def failing(nbytes: int, stream: Any) -> Any:
@@ -287,6 +290,7 @@ def test_allocators(contents: dict[int, bytes]) -> None:
 
 
 def test_streams(contents: dict[int, bytes]) -> None:
+    """Codecs run on created, borrowed and special streams, and on other GPUs. Streams of another GPU are refused."""
     made = nvcomp.CudaStream.make_new()
     assert made.device == 0 and not made.is_special and nvcomp.CudaStream.borrow(made.ptr).ptr == made.ptr
     for special in (0, 1, 2):
@@ -330,6 +334,7 @@ def test_threads_share_a_codec(contents: dict[int, bytes]) -> None:
 
 
 def test_exit_with_live_objects(script: Any) -> None:
+    """The interpreter exits without a message while codecs, streams and results exist."""
     done = script(
         "import overwire.compat.nvcomp as nvcomp\n"
         "codec = nvcomp.Codec(algorithm='X16')\n"
@@ -348,6 +353,7 @@ def test_exit_with_live_objects(script: Any) -> None:
 @needs_torch
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float8_e4m3fn", "int8"])
 def test_torch_tensors(dtype: str) -> None:
+    """torch tensors of several dtypes are encoded from GPU memory, and decoded to GPU memory bit for bit."""
     kind = getattr(torch, dtype)
     t = torch.randn(300, 257, device="cuda").to(kind) if kind.is_floating_point else torch.ones(300, 257, device="cuda", dtype=kind)
     codec = nvcomp.Codec(algorithm="X16")

@@ -77,6 +77,7 @@ def test_eight_ranks(folder: Path) -> None:
 
 
 def test_two_ranks(folder: Path) -> None:
+    """Two ranks load with every transport and with their own keys, and report failures, bad files and a dead rank."""
     ranks(folder, 2, "every_way", "wanted", "failing", "hurt", "dying")
 
 
@@ -157,6 +158,7 @@ def test_ranks_of_one_gpu_map_each_others_memory(
 
 @pytest.mark.slow
 def test_four_ranks_and_a_subgroup(folder: Path) -> None:
+    """Four ranks load with every transport, and two of them in their own group."""
     ranks(folder, 4, "every_way", "subgroup")
 
 
@@ -168,6 +170,7 @@ def test_two_ranks_of_one_gpu_send_through_the_host(folder: Path) -> None:
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:nccl"])
 def test_two_gpus(folder: Path, backend: str) -> None:
+    """Two ranks with a GPU each load with every transport over NCCL."""
     ranks(folder, 2, "every_way", backend=backend, devices=("cuda:0", "cuda:1"))
 
 
@@ -243,6 +246,7 @@ NOW = relays.Situation(4, 1, 4, gpu=True, remote=False, sends=True, unreachable=
     ],
 )
 def test_the_chosen_transport(setting: str, now: relays.Situation, carrier: str) -> None:
+    """The setting and the situation of the ranks determine the transport."""
     assert relays.choose_carrier(setting, now) == carrier
 
 

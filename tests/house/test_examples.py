@@ -20,6 +20,7 @@ EXAMPLES = sorted(p.name for p in (ROOT / "examples").glob("*.py") if p.name != 
     "name", [pytest.param(name, marks=[pytest.mark.imports_torch] * (name in AT_IMPORT)) for name in EXAMPLES]
 )
 def test_example(tmp_path: Path, name: str) -> None:
+    """Each example ends with exit status 0."""
     shutil.copy(ROOT / "examples" / name, tmp_path)
     done = (warm.fresh if name in AT_IMPORT else warm.run)([name], cwd=tmp_path, env=cleaned())
     assert done.returncode == 0, done.stdout + done.stderr

@@ -41,6 +41,7 @@ def included(name: str, seen: set[str]) -> set[str]:
 
 
 def test_hashes() -> None:
+    """The recorded hashes are those of the kernels' sources and compiled modules."""
     hashes = noted()
     assert set(hashes) == set().union(*(included(name, set()) for name in SOURCES)) | MODULES
     for name, digest in hashes.items():
@@ -102,6 +103,7 @@ def test_rebuild_gives_the_same_bytes(nvcc: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("source", SOURCES)
 def test_ptx_version(nvcc: Path, tmp_path: Path, source: str) -> None:
+    """Each kernel compiles to PTX 9.0, because only newer drivers can read later versions."""
     out = tmp_path / "kernels.ptx"
     subprocess.run(
         [str(nvcc), "-ptx", "-std=c++17", "-O3", "-arch=compute_80", "-o", str(out), str(CUDA / source)], check=True, timeout=600

@@ -49,6 +49,7 @@ def commit(folder: Path) -> None:
 
 
 def test_a_commit_that_is_ready(tree: Path) -> None:
+    """A clean commit with a changelog entry and a tag has no faults."""
     assert release.version_of(tree) == "1.2.3"
     assert release.unclean(tree) == release.unready(tree) == []
 
@@ -69,6 +70,7 @@ def test_uncommitted_files_are_named(tree: Path) -> None:
     ],
 )
 def test_the_changelog_has_its_entry(tree: Path, changelog: str, found: str) -> None:
+    """A release is refused if the changelog has no dated entry for it, or entries under Unreleased."""
     (tree / "CHANGELOG.md").write_text(changelog)
     assert any(found in fault for fault in release.unready(tree))
 
@@ -130,6 +132,7 @@ def test_placeholder_addresses_are_reported(tree: Path) -> None:
 
 
 def test_the_tag_of_the_version_is_at_this_commit(tree: Path) -> None:
+    """A release is refused if the version's tag is at another commit."""
     (tree / "more").write_text("x")
     commit(tree)
     assert release.unready(tree) == ["no tag v1.2.3 at this commit: git tag -a v1.2.3"]

@@ -28,6 +28,7 @@ import docstrings  # noqa: E402
     ],
 )
 def test_docstrings_become_text(text: str, rst: str) -> None:
+    """Names, parameters, code blocks and special characters of a docstring become reStructuredText."""
     assert "\n".join(docstrings.rst(text.split("\n"))) == rst
 
 

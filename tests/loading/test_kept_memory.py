@@ -101,8 +101,8 @@ assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 
 
 def test_quiesce_leaves_nothing_open(script, tmp_path: Path) -> None:
-    """After loads, saves, preloads and pins of local and remote files, quiesce leaves no open file, connection or
-    mapped file in the engine, and the next calls work. It raises an error while a model is open or a load runs."""
+    """After loads, saves, preloads and pins of local and remote files, `quiesce` leaves no file open or mapped and no
+    connection, and the next calls work. It raises an error while a model is open or a load runs."""
     with overwire_serve(tmp_path) as url:
         script(QUIESCE, FOLDER=str(tmp_path), URL=url.rstrip("/"))
 
@@ -152,7 +152,7 @@ def test_a_pinned_model_loads_without_its_file(tmp_path: Path, compress: bool) -
     running = pinned.stream()
     with pinned:
         pass
-    assert {name for name, _ in running} == set(want)  # a running stream continues after release
+    assert {name for name, _ in running} == set(want)  # a running stream continues after the release
     pinned.release()
     same(kept, want["a"])
     for verb in (pinned.load_file, pinned.stream, pinned.__enter__, lambda: ow.safe_open(pinned, "pt")):
@@ -201,7 +201,7 @@ assert soon(lambda: files() == open_files)
 
 
 def short(transposed: bool = False) -> torch.Tensor:
-    """Returns a tensor with a storage that ends before the tensor does."""
+    """Returns a tensor that is longer than its storage."""
     tensor = torch.ones(64 * 64 + 9)[9:].view(64, 64)
     tensor = tensor.t() if transposed else tensor
     tensor.untyped_storage().resize_(64 * 64 * 4)

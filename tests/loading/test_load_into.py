@@ -33,7 +33,8 @@ def compress(request: Any) -> bool:
 
 
 def test_blocks_of_every_dtype(tmp_path: Path, compress: bool) -> None:
-    """Random blocks of every dtype and rank equal torch's slices, and the memory around them does not change."""
+    """Random blocks of every dtype and number of dimensions match torch's slices, and the memory around them does not
+    change."""
     seed = time.time_ns() & 0xFFFFFFFF
     print(f"seed {seed}")
     rng = random.Random(seed)
@@ -74,7 +75,8 @@ def test_blocks_of_every_dtype(tmp_path: Path, compress: bool) -> None:
 
 
 def test_a_fused_parameter(tmp_path: Path, compress: bool) -> None:
-    """q, k and v of one rank are loaded into parts of one fused parameter, and a block of columns into another."""
+    """A rank's rows of q, k and v are loaded into parts of one fused parameter, and a block of columns into another
+    parameter."""
     q, k, v, o = (torch.randn(n, 64).bfloat16() for n in (128, 64, 64, 32))
     path = make(tmp_path / "m.safetensors", compress, {"q": q, "k": k, "v": v, "o": o})
     fused, down = torch.zeros(128, 64, dtype=torch.bfloat16), torch.zeros(32, 32, dtype=torch.bfloat16)
@@ -92,7 +94,8 @@ def test_a_fused_parameter(tmp_path: Path, compress: bool) -> None:
 
 
 def test_destinations_that_need_a_copy(tmp_path: Path, compress: bool) -> None:
-    """A destination is filled through a copy if it has another dtype or strides, or overlaps an earlier destination."""
+    """A destination with another dtype or strides, or one that overlaps an earlier destination, is filled through a
+    copy."""
     tensor = torch.randn(64, 48).bfloat16()
     path = make(tmp_path / "m.safetensors", compress, {"a": tensor, "b": tensor + 1})
     cast, strided, both = (
@@ -109,7 +112,7 @@ def test_destinations_that_need_a_copy(tmp_path: Path, compress: bool) -> None:
 
 
 def test_the_last_of_overlapping_targets_wins(tmp_path: Path, seed: int) -> None:
-    """Overlapping random targets (dense, strided and cast) get the values that they have if filled in order, with and
+    """Random targets that overlap (dense, strided or cast) end up as if they were filled one after another, with and
     without a preload."""
     rng, side = random.Random(seed), 12
     tensors = {
@@ -136,7 +139,7 @@ def test_the_last_of_overlapping_targets_wins(tmp_path: Path, seed: int) -> None
 
 
 def test_tied_transposes_get_the_same_values_as_with_torch(tmp_path: Path) -> None:
-    """If two names are views of one parameter, the later one in the state dict wins, as with load_state_dict."""
+    """If two names are views of one parameter, the later name in the state dict wins, as with load_state_dict."""
     path = make(tmp_path / "m.safetensors", True, {"v": torch.full((50, 50), 1.0), "w": torch.full((50, 50), 2.0)})
     for first, second in (("w", "v"), ("v", "w")):
         module = torch.nn.Module()
@@ -150,7 +153,8 @@ def test_tied_transposes_get_the_same_values_as_with_torch(tmp_path: Path) -> No
 
 
 def test_elements_that_share_memory_are_refused(tmp_path: Path) -> None:
-    """An expanded destination is refused before anything is written. Destinations made in inference mode are filled."""
+    """An expanded destination is refused before anything is written. A destination that was made in inference mode is
+    filled."""
     path = make(tmp_path / "m.safetensors", True, {"a": torch.ones(8, 4), "b": torch.ones(8, 4)})
     good = torch.zeros(8, 4)
     with torch.inference_mode():
@@ -179,7 +183,7 @@ def test_load_into_uses_a_preload(tmp_path: Path, compress: bool) -> None:
 
 
 def test_a_wrong_target_changes_nothing(tmp_path: Path) -> None:
-    """Each wrong target is refused with its name before any other target changes."""
+    """Each wrong target is refused by name, before any other target changes."""
     path = make(tmp_path / "m.safetensors", True, {"a": torch.ones(8, 4), "s": torch.tensor(2.0)})
     good = torch.zeros(8, 4)
     wrong: list[tuple[Any, Any, Any, type[Exception]]] = [
@@ -209,7 +213,8 @@ def test_a_wrong_target_changes_nothing(tmp_path: Path) -> None:
 
 
 def test_a_damaged_chunk_is_named(tmp_path: Path) -> None:
-    """Loading a block of a damaged tensor raises an error, and an intact tensor of the file loads."""
+    """Loading a block of a damaged tensor raises an error that names the chunk. An intact tensor of the same file
+    loads."""
     path = make(tmp_path / "m.safetensors", True, {"bad": torch.randn(4096, 64).bfloat16(), "good": torch.randn(64).bfloat16()})
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1

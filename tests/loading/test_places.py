@@ -1,5 +1,5 @@
-"""Tests loads into tensors that do not own one block of memory. A rank loads its part of a DTensor. Other such tensors
-are refused."""
+"""Tests loads into tensors that do not own one block of memory. For a DTensor, a rank loads its own part. Other such
+tensors are refused."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 
 class Wrapper(torch.Tensor):
-    """A tensor that wraps another tensor, like those of quantisation libraries."""
+    """A tensor that wraps another tensor, as quantisation libraries make them."""
 
     inner: torch.Tensor
 
@@ -109,7 +109,7 @@ VERBS: dict[str, Callable[[Path, torch.Tensor, Any], Any]] = {
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
 @pytest.mark.parametrize("verb", VERBS)
 def test_tensors_without_own_memory_are_refused_by_name(files: Path, verb: str) -> None:
-    """Every function refuses each tensor without own memory, names it, and changes nothing."""
+    """Every function refuses each tensor without its own memory by name, and changes nothing."""
     for kind, tensor in odd().items():
         good = torch.zeros(4, 4)
         with pytest.raises((ow.ArgumentError, ow.NotSupportedError, ow.ModelMismatchError), match=r"['\"]x['\"]"):
@@ -119,8 +119,8 @@ def test_tensors_without_own_memory_are_refused_by_name(files: Path, verb: str) 
 
 
 def test_bundles_of_tensors_without_own_memory(tmp_path: Path) -> None:
-    """A nested tensor and a lazy module's parameter come back from a bundle. Sleeping tensors are refused, because they
-    have no bytes to save."""
+    """A bundle restores a nested tensor and a lazy module's parameter. It refuses sleeping tensors, because they have
+    no bytes to save."""
     path, tensors = tmp_path / "x.pkl", odd()
     ow.compress_pickle({name: tensors[name] for name in ("nested", "parameter")}, path)
     back = ow.load_compressed_pickle(path, trust=True)
@@ -155,8 +155,8 @@ def test_a_missing_tensor_does_not_count_as_tied(files: Path) -> None:
 
 
 def test_copies_of_a_state_dict_are_refused(files: Path) -> None:
-    """A module is refused if its state dict holds copies of its tensors, as with the first FSDP, because loaded values
-    would be lost with the copies."""
+    """A module is refused if its state dict has copies of its tensors, as with FSDP1, because values loaded into the
+    copies would be lost."""
     model = module(torch.zeros(4, 4), torch.zeros(4, 4))
     model._register_state_dict_hook(
         lambda part, state, prefix, _: state.update({name: one.clone() for name, one in state.items()})
@@ -199,7 +199,7 @@ def test_extra_state_is_kept(tmp_path: Path) -> None:
 
 
 class _Packed(torch.nn.Module):
-    """A module that stores its weights in a state dict entry that is not a tensor."""
+    """A module with a state dict entry that contains its weights but is not a tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -215,8 +215,8 @@ def _quantised() -> torch.nn.Module:
 
 @pytest.mark.parametrize("make", [lambda: torch.nn.Sequential(_Packed()), _quantised], ids=["tuple", "quantised"])
 def test_entries_that_are_not_tensors_are_refused_by_name(tmp_path: Path, make: Callable[[], torch.nn.Module]) -> None:
-    """A model with state dict entries that are not tensors is refused by name, because they may hold weights that would
-    be lost or not compared. Nothing is written or changed."""
+    """A state dict entry that is not a tensor is refused by name, because it may contain weights that would be lost or
+    not compared. Nothing is written or changed."""
     model, file, delta = make(), tmp_path / "m.safetensors", tmp_path / "d.safetensors"
     ow.save_file({"0.scale": torch.zeros(2)}, file)
     ow.save_delta({"0.scale": torch.ones(2)}, {"0.scale": torch.zeros(2)}, delta)
@@ -293,8 +293,8 @@ print(count > 100 and refused > 0)
 
 
 def test_a_rank_gets_its_part_of_a_dtensor(torch_script: Callable[..., Any]) -> None:
-    """In two meshes, each rank loads the part that torch's own distribution gives it, for every placement, including
-    uneven and empty shards. Partial sums and unknown orders are refused."""
+    """In two meshes, each rank loads the part that torch itself would give it, for every placement, including uneven
+    and empty shards. Partial sums and unknown orders are refused."""
     assert torch_script(BLOCKS).stdout.split() == ["True"]
 
 
@@ -349,13 +349,15 @@ os._exit(0)
 
 
 def test_ranks_load_into_sharded_modules(torch_script: Callable[..., Any]) -> None:
-    """FSDP2 and tensor-parallel modules on two ranks get the file's values, from separate loads and as a group."""
+    """FSDP2 and tensor-parallel modules on two ranks get the file's values, whether the ranks load separately or as a
+    group."""
     assert torch_script(RANKS).stdout.split() == ["loaded"] * 2
 
 
 def test_functions_refuse_to_run_under_a_fake_tensor_mode(tmp_path: Path) -> None:
-    """Every function on torch tensors refuses to run under FakeTensorMode with a clear error, and works after it. Under
-    this mode torch only computes shapes, even for real tensors, so copies would silently be skipped."""
+    """Under FakeTensorMode, every function on torch tensors raises a clear error. After the mode has ended, the
+    functions work again. In this mode torch only computes shapes, even for real tensors, so copies would silently be
+    skipped."""
     tensors = {"a": torch.arange(12.0).reshape(3, 4), "b": torch.empty(0)}
     path, strided = tmp_path / "m", torch.zeros(4, 3).t()
     ow.save_file(tensors, path)

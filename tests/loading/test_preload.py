@@ -1,4 +1,5 @@
-"""Tests preloads that a call or the import starts: loads that join them, progress, cancellation and errors."""
+"""Tests preloads that are started by a call or by the import: loads that join them, progress, cancellation and
+errors."""
 
 from __future__ import annotations
 
@@ -81,6 +82,7 @@ def test_threads_that_load_at_once_get_separate_tensors(tmp_path: Path) -> None:
 
 
 def test_cancel_and_load_anyway(tmp_path: Path) -> None:
+    """A load works after its preload was cancelled."""
     path = tmp_path / "m"
     ow.save_file({"a": torch.randn(3000, 1000)}, path)
     job = ow.preload(path)
@@ -115,7 +117,7 @@ def test_wait_and_the_load_raise_the_error_of_a_preload(tmp_path: Path) -> None:
     job = ow.preload(path, device="cuda:63")  # no machine has such a GPU
     with pytest.raises(ow.DeviceError):
         job.wait(60)
-    same(ow.load_file(path)["a"], torch.arange(3))  # does not join, because the device differs
+    same(ow.load_file(path)["a"], torch.arange(3))  # does not join the preload, because the device differs
     with pytest.raises(ow.NotSupportedError):
         ow.preload(path.with_suffix(".pkl"), device="cuda")
     with pytest.raises(ow.ArgumentError), open(path, "rb") as file:
@@ -132,6 +134,8 @@ _WHAT = ["m.safetensors", "plain.safetensors", "repo", "i.index.json", "x.pkl", 
     + [pytest.param(what, "PRELOAD_PATH", marks=[] if what == "meta.csv" else pytest.mark.slow) for what in _WHAT],
 )
 def test_at_import(tmp_path: Path, script, name: str, what: str) -> None:
+    """Importing overwire preloads the model that a variable names, without importing torch. The model can be loaded
+    from any working folder."""
     save(tmp_path)
     script(
         f"""
@@ -206,6 +210,7 @@ assert job.wait(0)
 
 
 def test_exit_during_a_preload(tmp_path: Path, script) -> None:
+    """The interpreter exits cleanly while a preload runs, even after a failed load."""
     ow.save_file({f"t{i}": torch.randn(700, 700) for i in range(9)}, tmp_path / "m")
     for _ in range(10):
         script("import overwire as ow", OVERWIRE_PRELOAD="m")

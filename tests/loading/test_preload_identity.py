@@ -1,4 +1,4 @@
-"""Tests that a load joins a preload only if the preload has exactly the bytes that the load would read."""
+"""Tests that a load joins a preload only if that has exactly the bytes that the load would read."""
 
 from __future__ import annotations
 
@@ -92,8 +92,8 @@ READS: dict[str, Callable[[Path], dict[str, Any]]] = {
     "change", [_save, _rename, _in_place, _convert, _by_safetensors, _by_the_original], ids=lambda made: made.__name__[1:]
 )
 def test_a_file_that_was_replaced(tmp_path: Path, caplog: Log, compress: bool, change: Callable[..., None]) -> None:
-    """If the file was replaced in any way, every reading function returns the current tensors and logs one line about
-    the dropped preload."""
+    """However the file was replaced, every reading function returns the current tensors and logs one line about the
+    dropped preload."""
     path = tmp_path / "m.safetensors"
     for name, read in READS.items():
         ow.save_file(OLD, path, compress=compress)
@@ -106,8 +106,8 @@ def test_a_file_that_was_replaced(tmp_path: Path, caplog: Log, compress: bool, c
 
 
 def test_a_file_that_was_cut_off(tmp_path: Path, caplog: Log) -> None:
-    """If a plain file is truncated after its preload mapped it, the load raises an error. It does not kill the process
-    with SIGBUS."""
+    """If a plain file is truncated after its preload has mapped it, the load raises an error. The process is not killed
+    by SIGBUS."""
     path = tmp_path / "m.safetensors"
     for size in (0, 5, 200, 4096):
         ow.save_file({"a": torch.zeros(100_000)}, path, compress=False)
@@ -120,8 +120,8 @@ def test_a_file_that_was_cut_off(tmp_path: Path, caplog: Log) -> None:
 
 @pytest.mark.parametrize("what", ["folder", "index"])
 def test_a_shard_that_was_replaced(tmp_path: Path, caplog: Log, what: str) -> None:
-    """If a shard or the index was replaced, the load returns the current tensors. Unchanged shards join the preload
-    separately."""
+    """If a shard or the index was replaced, the load returns the current tensors. Shards that have not changed still
+    come from the preload."""
     folder = tmp_path / "a model"
     folder.mkdir()
     tensors = {f"t{i}": torch.full((1000,), float(i)) for i in range(8)}
@@ -156,7 +156,8 @@ def test_a_shard_that_was_replaced(tmp_path: Path, caplog: Log, what: str) -> No
 
 
 def test_bundles(tmp_path: Path, caplog: Log) -> None:
-    """Bundles with the same pickle but different tensors are distinguished. An unchanged bundle joins its preload."""
+    """A bundle that was replaced by one with the same pickle but different tensors is read again. The load of an
+    unchanged bundle joins its preload."""
     path = tmp_path / "x.pkl"
     for old, new in ((OLD, NEW), (NEW, OLD)):
         ow.compress_pickle(old, path)
@@ -171,7 +172,8 @@ def test_bundles(tmp_path: Path, caplog: Log) -> None:
 
 
 def test_modules(tmp_path: Path, caplog: Log) -> None:
-    """load_model joins a preload and fills the module's own memory. It reads a replaced file again."""
+    """load_model joins a preload and fills the module's own memory. If the file was replaced, load_model reads it
+    again."""
     for compress in (True, False):
         path = tmp_path / "m.safetensors"
         module = torch.nn.Linear(40, 30)
@@ -189,7 +191,7 @@ def test_modules(tmp_path: Path, caplog: Log) -> None:
 
 
 def test_a_tensors_file_that_was_replaced(tmp_path: Path, caplog: Log) -> None:
-    """A load of a .tensors file that TensorSerializer has overwritten returns the new tensors, plain or encrypted."""
+    """If TensorSerializer has overwritten a .tensors file, plain or encrypted, a load returns the new tensors."""
     from overwire.compat.tensorizer import DecryptionParams, EncryptionParams, TensorDeserializer, TensorSerializer
 
     path = tmp_path / "m.tensors"
@@ -218,8 +220,8 @@ def let_go(path: Path) -> bool:
 
 
 def test_load_settings_that_prevent_joining(tmp_path: Path, caplog: Log) -> None:
-    """A load with mmap=False or another read setting does not use the preload. lenient, dtype, keys, filter and
-    mmap=None do not prevent it."""
+    """A load with mmap=False or another `read` setting does not use the preload. With `lenient`, `dtype`, `keys`,
+    `filter` or mmap=None, it does."""
     path = tmp_path / "m.safetensors"
     ow.save_file(NEW, path, compress=False)
     for arguments in ({"mmap": False}, {"read": "direct"}):
@@ -242,8 +244,8 @@ def test_load_settings_that_prevent_joining(tmp_path: Path, caplog: Log) -> None
 
 
 def test_a_load_works_after_a_failed_preload(tmp_path: Path, caplog: Log) -> None:
-    """A load works after a failed preload of a missing, partial or invalid file, or of a pickle without its container.
-    It reads the current file."""
+    """After the preload of a missing, partial or invalid file, or of a pickle without its container, has failed, a load
+    reads the current file."""
     path = tmp_path / "m.safetensors"
     whole = tmp_path / "whole.safetensors"
     ow.save_file(NEW, whole, compress=False)
@@ -259,7 +261,7 @@ def test_a_load_works_after_a_failed_preload(tmp_path: Path, caplog: Log) -> Non
 
 
 def test_metadata_and_slices_leave_the_preload(tmp_path: Path, caplog: Log) -> None:
-    """plan, inspect, metadata and slices do not use up a preload, so the next load joins it."""
+    """`plan`, `inspect`, metadata and slices do not use up a preload, so the next load joins it."""
     path = tmp_path / "m.safetensors"
     ow.save_file(NEW, path)
     assert ow.preload(path).wait(60)
@@ -331,7 +333,7 @@ def test_drop_ins_join_a_preload(tmp_path: Path, caplog: Log) -> None:
 
 
 def test_one_copy_in_memory(script, tmp_path: Path) -> None:
-    """A program that opens each shard and tensor separately has a preloaded model in memory once."""
+    """If a program opens each shard and tensor of a preloaded model separately, the model is in memory only once."""
     tensors = {f"t{i}": torch.randn(1 << 20) for i in range(24)}  # 96 MiB
     ow.save_file(tensors, tmp_path / "model.safetensors", max_shard_size="33MB")
     done = script(
@@ -367,6 +369,7 @@ assert now() < before - size // 2, (now(), before)  # and most of its memory is 
 
 
 def test_a_path_that_appears_later(script, tmp_path: Path) -> None:
+    """If OVERWIRE_PRELOAD names a missing file, a warning says so, and the file loads once it exists."""
     done = script(
         """
 import numpy as np, overwire as ow
@@ -380,6 +383,7 @@ assert ow.load_file("later.safetensors", framework="np")["w"].sum() == 3
 
 
 def test_a_preload_of_a_partial_download(script, tmp_path: Path) -> None:
+    """A preload of half a file fails with CorruptError, and the file loads once it is complete."""
     ow.save_file({"w": torch.ones(1000)}, tmp_path / "whole", compress=False)
     (tmp_path / "m.safetensors").write_bytes((tmp_path / "whole").read_bytes()[:2000])
     script(
@@ -406,7 +410,8 @@ def test_a_fifo_does_not_block_the_import(script, tmp_path: Path, what: str) -> 
 
 
 def test_children_do_not_preload(script, tmp_path: Path) -> None:
-    """Only the main program starts a preload. multiprocessing workers import the program and overwire, but do not."""
+    """Only the main program starts a preload. multiprocessing workers, which also import the program and overwire, do
+    not."""
     ow.save_file({"w": torch.ones(1000)}, tmp_path / "m.safetensors")
     (tmp_path / "program.py").write_text(
         """
@@ -461,7 +466,7 @@ if __name__ == "__main__":
     ],
 )
 def test_each_rank_preloads_to_its_gpu(monkeypatch: pytest.MonkeyPatch, env: dict[str, str], device: int) -> None:
-    """Without torch, a rank preloads to the GPU that its launcher assigned."""
+    """Before torch is imported, a rank preloads to the GPU that its launcher assigned."""
     import sys
 
     from overwire.verbs import preload as preloading

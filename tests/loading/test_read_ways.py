@@ -1,4 +1,4 @@
-"""Tests that OVERWIRE_READ does not change the loaded tensors."""
+"""Tests that every way of reading (OVERWIRE_READ, read=) gives the same tensors."""
 
 from __future__ import annotations
 

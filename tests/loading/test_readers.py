@@ -120,7 +120,7 @@ def read_without_torch(path: Path, want: dict[str, Any]) -> None:
 
 
 def read_in_place(path: Path, want: dict[str, Any]) -> None:
-    # The memory starts with other bytes than the file, so that bytes which the load skips are found.
+    # The memory is first filled with bytes that differ from the file's, so that skipped bytes are noticed.
     memory = {name: changed(tensor) for name, tensor in want.items()}
     with ow.safe_open(path, "pt") as file:
         file.load_into([(name, None, tensor) for name, tensor in memory.items()])
@@ -146,7 +146,8 @@ def read_blocks(path: Path, want: dict[str, Any], rng: random.Random) -> None:
 
 
 def read_by_verbs(path: Path, want: dict[str, Any], folder: Path) -> None:
-    """Functions that check or rewrite the file see the same tensors, and safetensors reads the rewritten file."""
+    """Checks that functions which verify, inspect or rewrite the file see the same tensors, and that safetensors reads
+    the rewritten file."""
     assert ow.verify(path)["ok"]
     loaded = ow.load_file(path)
     assert ow.digest(loaded) == ow.digest(want)
@@ -156,8 +157,8 @@ def read_by_verbs(path: Path, want: dict[str, Any], folder: Path) -> None:
 
 
 def files_of(rng: random.Random, tensors: dict[str, Any], folder: Path) -> Iterator[Path]:
-    """Yields files of the tensors: plain, saved compressed, and compressed from the plain file. Also checks that the
-    last file decompresses to the plain file."""
+    """Yields files with the tensors: plain, saved compressed, and compressed from the plain file. Also checks that the
+    last one decompresses to the plain file."""
     plain = folder / "plain.safetensors"
     ow.save_file(tensors, plain, compress=False)
     yield plain
@@ -177,7 +178,7 @@ def files_of(rng: random.Random, tensors: dict[str, Any], folder: Path) -> Itera
 
 @pytest.mark.parametrize("case", range(CASES))
 def test_all_readers_of_a_file_agree(tmp_path: Path, case: int, seed: int) -> None:
-    """Each reader returns the written tensors, for random tensors, aliases, column parts and levels."""
+    """Every reader returns the tensors that were written, for random tensors, aliases, column parts and levels."""
     rng = random.Random(seed + case)
     torch.manual_seed(seed + case)
     tensors = tensors_of(rng)
@@ -199,8 +200,8 @@ def agree(path: Path, tensors: dict[str, Any], folder: Path, rng: random.Random)
 
 
 def test_aliases_in_column_parts_of_early_writers(tmp_path: Path, seed: int) -> None:
-    """Early writers made aliases with other rows than their tensor in column parts. Each reader returns their bytes in
-    plain order."""
+    """In files of early writers, an alias may have other rows than the tensor in column parts that it refers to. Every
+    reader returns its bytes in plain order."""
     path = ROOT / "tests" / "goldens" / "save" / "other-rows-1.0" / "parts.safetensors"
     ow.convert(path, tmp_path / "plain.safetensors", compress=False)
     tensors = safetensors.torch.load_file(tmp_path / "plain.safetensors")

@@ -26,8 +26,8 @@ def names_of(kind: str) -> list[str]:
 
 
 def mixture(kind: str) -> dict[str, torch.Tensor]:
-    """Returns the tensors of a small mixture-of-experts model. Some names contain an expert's number, and others only
-    look like it."""
+    """Returns the tensors of a small mixture-of-experts model. Some names contain an expert's number. Others only look
+    as if they did."""
     torch.manual_seed(9)
     made = {"model.embed_tokens.weight": torch.randn(40, 8), "experts.weight": torch.randn(3)}
     for layer in range(LAYERS):
@@ -88,7 +88,7 @@ def test_only_needed_shards_are_opened(tmp_path: Path, compress: bool) -> None:
 
 
 def test_tensors_that_the_index_does_not_name(tmp_path: Path) -> None:
-    """Only the index decides which tensors belong to the model. Other tensors in its shards are ignored."""
+    """The index decides which tensors belong to the model. Other tensors in its shards are ignored."""
     tensors = {f"t{i}": torch.randn(30) for i in range(4)}
     sharded(tensors, tmp_path, lambda name: int(name[1:]))
     index = tmp_path / "model.safetensors.index.json"
@@ -110,8 +110,8 @@ def test_tensors_that_the_index_does_not_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize("placement", ["linear", "round_robin"])
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_experts(tmp_path: Path, kind: str, placement: str, world: int) -> None:
-    """Each rank gets its experts' weights, and all ranks get scales, zero points and shared tensors. Together the ranks
-    have everything, and each weight once."""
+    """Each rank gets its own experts' weights, and every rank gets the scales, zero points and shared tensors.
+    Together, the ranks have every tensor, and each expert weight once."""
     tensors = mixture(kind)
     sharded(tensors, tmp_path, lambda name: len(name) % 3)
     heavy = ("weight", "weight_packed", "qweight", "bias")
@@ -129,7 +129,7 @@ def test_experts(tmp_path: Path, kind: str, placement: str, world: int) -> None:
 
 
 def test_experts_that_do_not_divide_evenly() -> None:
-    """If the experts do not divide evenly, the first ranks have one more."""
+    """If the experts do not divide evenly, the first ranks have one more expert each."""
     for count in (1, 5, 6, 128):
         for world in (1, 2, 3, 4, 8):
             linear = [ow.experts(0, world, count).owner(e) for e in range(count)]
@@ -157,8 +157,8 @@ def test_experts_leave_shards_closed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("compress", [False, True])
 def test_rows_read_their_bytes(tmp_path: Path, compress: bool) -> None:
-    """A slice along dimension 0 reads only the pages of its rows or, in a compressed file, the chunks that contain
-    them."""
+    """A slice along dimension 0 reads only the pages that contain its rows or, in a compressed file, the chunks that
+    do."""
     rows, row = 8192, 512 * 2
     tensor = torch.randn(rows, row // 2).bfloat16()
     path = tmp_path / "a.safetensors"
@@ -177,6 +177,8 @@ def test_rows_read_their_bytes(tmp_path: Path, compress: bool) -> None:
 
 
 def test_budget(tmp_path: Path) -> None:
+    """max_memory limits a load's tensors, including both copies during a cast. The error gives the sizes and the
+    largest tensor."""
     tensors = {"a": torch.randn(1000), "b": torch.randn(500).half(), "i": torch.arange(10)}
     path = tmp_path / "a.safetensors"
     ow.save_file(tensors, path)
@@ -227,8 +229,8 @@ def test_plan(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("compress", [False, True])
 def test_many_tensors_while_they_arrive(tmp_path: Path, compress: bool) -> None:
-    """Tensors get their destinations while later tensors are still arriving. GPU loads work like this; the test does it
-    on the CPU. Empty tensors and tensors that already had a destination are included."""
+    """Tensors get their destinations while later tensors are still arriving, as in a GPU load. The test does this on
+    the CPU, with empty tensors and with tensors that already have a destination."""
     from overwire.frameworks.choose import frame_for
     from overwire.model.opened import Model
 
@@ -250,7 +252,7 @@ def test_many_tensors_while_they_arrive(tmp_path: Path, compress: bool) -> None:
 
 
 def test_many_tensors_one_by_one(tmp_path: Path) -> None:
-    """Tensors that are loaded by name share one mapping, because a process can have only 65,530 mappings."""
+    """Tensors that are loaded one by one share one mapping, because a process can have only 65,530 mappings."""
     count = 300
     whole = torch.arange(count * 2, dtype=torch.int16).view(count, 2)
     path = tmp_path / "many.safetensors"

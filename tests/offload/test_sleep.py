@@ -118,6 +118,7 @@ def test_memory_that_the_tensors_do_not_cover_is_not_freed() -> None:
 
 
 def test_dense_tensors_in_another_order() -> None:
+    """A channels_last tensor frees its memory and keeps its order. A strided view wakes with its values."""
     image = torch.randn(2, 3, 40, 50).to(memory_format=torch.channels_last)
     stripes = torch.randn(100, 100)[:, ::2]
     want = kept({"image": image, "stripes": stripes})
@@ -130,6 +131,7 @@ def test_dense_tensors_in_another_order() -> None:
 
 
 def test_without_release_the_memory_stays() -> None:
+    """With release=False, the memory stays where it is, and waking restores its bytes."""
     module = model()
     want = kept(parts(module))
     places = {name: tensor.data_ptr() for name, tensor in parts(module).items()}
@@ -210,6 +212,7 @@ def test_tensors_that_cannot_sleep_are_named() -> None:
 
 
 def test_close_without_waking() -> None:
+    """Tensors stay empty after `close`. Dropping a handle while its tensors sleep causes a warning."""
     tensors = {"a": torch.ones(1000)}
     asleep = ow.sleep(tensors)
     asleep.close()
@@ -270,6 +273,7 @@ def test_waking_can_be_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_threads_sleep_and_wake_at_once() -> None:
+    """Threads can put separate modules to sleep and wake them at the same time."""
     failures: list[BaseException] = []
 
     def cycle(seed: int) -> None:
@@ -328,6 +332,7 @@ def test_one_thread_wakes_and_others_wait(monkeypatch: pytest.MonkeyPatch, other
 
 
 def test_a_forked_child_is_refused(torch_script: Any) -> None:
+    """A forked child cannot wake its parent's tensors. The parent still can."""
     torch_script("""
 import os, torch
 import overwire as ow

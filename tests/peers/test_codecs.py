@@ -244,6 +244,8 @@ def test_x16_compresses_weights_better_than_zstd() -> None:
 
 
 def test_lists_empty_lists_and_out() -> None:
+    """Lists are encoded and decoded in order, also into given buffers. A buffer that is too small or read-only is
+    refused."""
     parts = [b"", b"a", content(1000), content(100_000)]
     made = codecs.encode(parts, "lz4")
     assert codecs.decode(made) == parts
@@ -314,6 +316,7 @@ def test_outputs_that_overlap_are_refused_before_anything_is_written(algorithm: 
 
 
 def test_overlaps_equal_those_found_by_comparing_every_pair(seed: int) -> None:
+    """For random buffers, the overlap check gives the same verdict as comparing every pair."""
     from overwire._apart import apart
 
     r = random.Random(seed)
@@ -341,6 +344,8 @@ def test_overlaps_equal_those_found_by_comparing_every_pair(seed: int) -> None:
 
 
 def test_objects_that_count_as_buffers() -> None:
+    """Contiguous tensors, arrays and byte objects can be sources and outputs. Strided memory and other objects are
+    refused."""
     import numpy
     import torch
 

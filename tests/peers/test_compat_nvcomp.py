@@ -72,6 +72,7 @@ def test_every_name_of_the_api_pages_exists() -> None:
     ],
 )
 def test_enums(kind: str, members: dict[str, int]) -> None:
+    """Each enum has nvCOMP's members, with the values, texts and hashes of nvCOMP."""
     enum = getattr(nvcomp, kind)
     assert {name: int(m) for name, m in enum.__members__.items()} == members
     for name, value in members.items():
@@ -282,6 +283,7 @@ def test_data_types() -> None:
 
 
 def test_arguments_that_are_refused() -> None:
+    """An argument that nvCOMP refuses, or that this module does not support, raises an error that names it."""
     for kwargs, kind, text in (
         ({"foo": 1}, ValueError, 'Unsupported argument: "foo".'),
         ({"algorithm": "nope"}, ValueError, 'Unknown algorithm: "nope".'),
@@ -341,6 +343,7 @@ def test_out() -> None:
 
 
 def test_configs() -> None:
+    """A config works with its own codec and size, and is refused with any other."""
     codec, other = nvcomp.Codec(algorithm="zstd"), nvcomp.Codec(algorithm="zstd")
     config = codec.compression_config(1000)
     made = codec.encode(content(1000), compression_config=config)
@@ -435,6 +438,7 @@ def test_algorithms_that_only_nvcomp_has() -> None:
 
 
 def test_streams_without_a_gpu() -> None:
+    """Without a GPU, creating or borrowing a stream raises nvCOMP's error."""
     streams = nvcomp.CudaStream
     for make in (lambda: streams.borrow(0), lambda: streams.make_new(), lambda: streams.borrow(7, 3)):
         with pytest.raises(RuntimeError, match="no CUDA device"):
@@ -540,6 +544,7 @@ def test_external_memory_frees_the_stream_last() -> None:
 
 
 def test_context_manager_and_threads() -> None:
+    """Threads can share a codec. After its `with` block, the codec is closed."""
     with nvcomp.Codec(algorithm="lz4") as codec:
         made = codec.encode(content(50_000))
         wrong: list[int] = []

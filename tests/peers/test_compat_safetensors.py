@@ -146,6 +146,7 @@ def test_other_frameworks(name: str, tmp_path: pathlib.Path) -> None:
 
 
 def test_the_compiled_module() -> None:
+    """The drop-in for the compiled module has every name that the original exports."""
     theirs = importlib.import_module("safetensors._safetensors_rust")
     mine = importlib.import_module("overwire.compat.safetensors._safetensors_rust")
     assert set(theirs.__all__) <= set(vars(mine))
@@ -205,6 +206,7 @@ def test_files(tensors: Any, plain: str, packed: str) -> None:
 
 
 def test_every_dtype(tmp_path: pathlib.Path) -> None:
+    """Tensors of every dtype are the same in both libraries, from a file and from bytes."""
     made = every_dtype()
     path = tmp_path / "d.safetensors"
     ours_pt.save_file(made, path)
@@ -214,6 +216,7 @@ def test_every_dtype(tmp_path: pathlib.Path) -> None:
 
 
 def test_numpy(plain: str, tmp_path: pathlib.Path) -> None:
+    """Arrays of any memory order and byte order are the same in both libraries."""
     arrays = {
         "f": np.arange(12, dtype=np.float32).reshape(3, 4),
         "t": np.arange(12, dtype=np.int64).reshape(3, 4).T,
@@ -287,6 +290,7 @@ def test_every_index(plain: str, packed: str, framework: str, name: str) -> None
 
 
 def test_devices_frameworks_backends(plain: str) -> None:
+    """For every device, framework and backend, both libraries accept it or raise an error of the same class."""
     devices = ["cpu", None, 0, 1, True, "cuda", "cuda:0", "mps", "xpu", "npu:3", "hpu", "xx", "cuda:x", "cuda:", "CPU", "0", 1.5, "meta", "cpu:0", -1]
     for device in devices:
         (_, want), (_, got) = (outcome(lambda m=m, d=device: m.safe_open(plain, "pt", device=d)) for m in (real, ours))
@@ -312,6 +316,8 @@ def test_devices_frameworks_backends(plain: str) -> None:
 
 
 def test_errors_of_reading(plain: str, tmp_path: pathlib.Path) -> None:
+    """Errors for broken and missing files have the original's class. The message starts like the original's and adds
+    the file's name."""
     whole = pathlib.Path(plain).read_bytes()
     for text in (b"", whole[:5], whole[:60], whole[:-3], whole + b"xx", b"PK\3\4" + whole):
         path = tmp_path / "bad.safetensors"
@@ -386,6 +392,7 @@ def test_saved_files_equal_the_originals(tensors: Any, tmp_path: pathlib.Path) -
 
 
 def test_tensor_spec() -> None:
+    """TensorSpec has the original's fields and repr, and both libraries refuse the same arguments."""
     array = np.arange(4, dtype=np.float32)
     for module in (real, ours):
         spec = module.TensorSpec(dtype="float32", shape=(2, 2), data_ptr=array.ctypes.data, data_len=16)
@@ -418,6 +425,7 @@ def test_tensor_spec() -> None:
 
 
 def test_errors_of_saving(tmp_path: pathlib.Path) -> None:
+    """Both libraries refuse the same tensors, with the same error class and message, and write nothing."""
     a = torch.ones(4, 4)
     for tensors in (
         [1], {"a": 1}, {1: a}, {"a": a.t()}, {"a": a, "b": a}, {"a": a, "b": a[1:]}, {"a": a.to_sparse()},
@@ -464,6 +472,8 @@ def states() -> list[dict[str, torch.Tensor]]:
 
 
 def test_shared_tensors() -> None:
+    """The helpers for shared tensors give the original's results for tensors that are equal, overlap, are adjacent,
+    empty or on meta."""
     for state in states():
         assert sorted(map(sorted, real_pt._find_shared_tensors(state))) == sorted(
             map(sorted, ours_pt._find_shared_tensors(state))
@@ -500,6 +510,7 @@ def test_models(saver: Any, loader: Any, tmp_path: pathlib.Path) -> None:
 
 
 def test_models_that_do_not_match(tmp_path: pathlib.Path) -> None:
+    """If a model and a file do not match, both libraries report the same missing and unexpected names."""
     path = str(tmp_path / "m.safetensors")
     real_pt.save_file({"emb.weight": torch.ones(8, 8), "extra": torch.ones(1)}, path)
     (_, want), (_, got) = (outcome(lambda m=m: m.load_model(Tied(), path)) for m in (real_pt, ours_pt))

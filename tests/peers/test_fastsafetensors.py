@@ -189,6 +189,7 @@ def test_a_closed_buffer_raises_an_error(files: list[str]) -> None:
 
 
 def test_narrower_and_wider_types(files: list[str]) -> None:
+    """dtype= casts floats to a narrower or wider type, except packed types."""
     loader = fst.SafeTensorsFileLoader(None, "cpu")
     loader.add_filenames({0: files})
     for kind, want in ((DType.F64, torch.float64), (DType.F16, torch.float16)):
@@ -300,6 +301,7 @@ def test_expert_filters_drop_only_other_experts(tmp_path: Path) -> None:
 
 
 def test_expert_filter_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The variables choose a rank's experts. A value that is not a number is refused by name."""
     monkeypatch.delenv("FASTSAFETENSORS_EP_SLICE", raising=False)
     assert fst.expert_parallel_filter_from_env() is None
     for name, value in (("SLICE", "1"), ("NUM_EXPERTS", "4"), ("SIZE", "2"), ("RANK", "1")):

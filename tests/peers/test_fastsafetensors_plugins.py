@@ -151,6 +151,7 @@ def test_a_users_copier(files: list[str]) -> None:
 
 
 def test_the_names_of_the_extension(tmp_path: Path) -> None:
+    """The functions and classes of `cpp` work as in the original's extension."""
     assert cpp.get_alignment_size() == 4096 and cpp.init_gds() == cpp.close_gds() == cpp.set_numa_node(0) == 0
     cpp.load_library_functions()
     cpp.set_gil_release(True)
@@ -225,6 +226,7 @@ def test_wait_for_the_first_bytes_of_a_read(tmp_path: Path) -> None:
 
 
 def test_additions_of_later_versions(files: list[str]) -> None:
+    """Methods, filters and settings that later versions have added are available."""
     loader, buffer = load(files)
     names = list(buffer.key_to_rank_lidx)
     for name, tensor in buffer.iter_local_tensors(iter(names)):
@@ -317,6 +319,7 @@ def test_calls_of_the_unified_copier(files: list[str], monkeypatch: pytest.Monke
 
 
 def test_names_and_messages_that_programs_use(files: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names, attributes and error messages that programs rely on are those of the original."""
     from overwire.compat.fastsafetensors import auto_loader, common
 
     for text, words in (("xpu", "Unknown device type: xpu"), ("cuda:x", "Invalid index: x")):
@@ -378,6 +381,7 @@ def test_only_the_metadata_class_is_lenient(tmp_path: Path) -> None:
 
 
 def test_capsules_of_addresses() -> None:
+    """A capsule of a foreign address shares its memory, and releases the owner once, whether it is used or dropped."""
     values = (ctypes.c_float * 6)(*range(6))
     address = ctypes.addressof(values)
     held = sys.getrefcount(values)
@@ -396,6 +400,7 @@ def test_capsules_of_addresses() -> None:
 
 
 def test_headers_from_memory_and_short_reads(files: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A header is read from memory, or by short reads. A file that ends early is refused."""
     op = get_framework_op("pt")
     whole = fst.SafeTensorsMetadata.from_file(files[0], op)
     data = Path(files[0]).read_bytes()
@@ -441,6 +446,7 @@ def test_the_import_does_not_import_torch(script: Any) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("kind", ["nogds", "gds", "unified", "mine"])
 def test_on_a_gpu(files: list[str], kind: str) -> None:
+    """Every kind of copier, including a user's, loads the right tensors to a GPU and frees its buffers."""
     from overwire.compat.fastsafetensors.loader import BaseSafeTensorsFileLoader
 
     if kind == "mine":

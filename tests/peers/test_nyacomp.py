@@ -56,6 +56,7 @@ def test_every_name_accepts_nyacomps_arguments() -> None:
 
 
 def test_small_helpers(caplog) -> None:
+    """timer, cleanup, stats, annotate and the size functions work as in nyacomp."""
     caplog.set_level(logging.DEBUG, "overwire")
     with nyacomp.timer("a block"), nyacomp.cleanup():
         pass
@@ -86,6 +87,8 @@ def test_the_bytes_of_a_large_tensor() -> None:
 
 
 def test_compress_parameter(tmp_path: Path, monkeypatch) -> None:
+    """A tensor is stored compressed, or raw if it does not compress, with nyacomp's metadata. Variables choose the
+    name."""
     monkeypatch.chdir(tmp_path)
     Path("nya").mkdir()
     weights, noise = torch.randn(500, 40).bfloat16(), torch.randint(0, 256, (3000,), dtype=torch.uint8)
@@ -178,6 +181,7 @@ def test_manifests_are_written_once_and_before_the_pickle(tmp_path: Path, monkey
 
 
 def test_every_dtype_in_files(tmp_path: Path) -> None:
+    """Tensors of every dtype load from tensor files, with any number of bins."""
     tensors = [
         *every_dtype().values(), torch.randn(3, dtype=torch.complex128), torch.tensor(True), torch.empty(2, 0),
         torch.tensor(1.5),
@@ -214,6 +218,7 @@ def test_manifests_are_in_both_folders(tmp_path: Path) -> None:
 
 
 def test_hostile_and_broken_manifests(tmp_path: Path) -> None:
+    """A manifest with wrong numbers, names, shapes or pickled code raises a typed error."""
     lines = ("f", "f -1 uint8 1 1", "f 1 uint8 1 x", "f\0g 1 uint8 1 1")
     bins = ("0,0\nf 1 uint8 1 1", "1\nf 1 uint8 1 1", "-1\nf 1 uint8 1 1")
     for text in ("x", *bins, *(f"0\n{line}" for line in lines)):
@@ -277,6 +282,7 @@ class _Numbering(pickle.Pickler):
 
 @pytest.mark.parametrize("anchored", [False, True])
 def test_pickles_in_nyacomps_layout(tmp_path: Path, monkeypatch, anchored: bool) -> None:
+    """A pickle with one file per tensor loads with any setting, from a preload, and after its folder was moved."""
     obj = {
         "w": [torch.randn(200, 90).bfloat16() for _ in range(5)],
         "n": torch.randint(0, 256, (2000,), dtype=torch.uint8),
@@ -313,6 +319,7 @@ def test_pickles_in_nyacomps_layout(tmp_path: Path, monkeypatch, anchored: bool)
 
 
 def test_modules_in_nyacomps_layout(tmp_path: Path, monkeypatch) -> None:
+    """A module with emptied parameters gets them from tensor files. If their number differs, loading is refused."""
     module = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Linear(64, 64)).half()
     state = {name: tensor.clone() for name, tensor in module.state_dict().items()}
     _write_layout(tmp_path / "m", [param.detach().clone() for param in module.parameters()], monkeypatch)
@@ -430,6 +437,7 @@ def test_only_empty_removes_the_callers_weights(tmp_path: Path) -> None:
 
 
 def test_uncompressed_bundles(tmp_path: Path, monkeypatch) -> None:
+    """With UNCOMPRESSED, a bundle's container is a plain file."""
     monkeypatch.setenv("UNCOMPRESSED", "yes")
     module = nn.Linear(300, 30).half()
     assert nyacomp.compress(module, tmp_path / "m.pth") > 1
@@ -441,6 +449,7 @@ def test_uncompressed_bundles(tmp_path: Path, monkeypatch) -> None:
 
 
 def test_downloads_from_host(tmp_path: Path, monkeypatch) -> None:
+    """With DOWNLOAD, manifests name URLs below HOST, and loads read from there."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("DOWNLOAD", "1")
     monkeypatch.setenv("HOST", f"file://{tmp_path}/bucket/")

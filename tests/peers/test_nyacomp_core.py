@@ -77,6 +77,7 @@ def test_random_bytes_are_restored(tmp_path: Path, seed: int) -> None:
 
 @pytest.mark.parametrize("bins", ["0;1;2;3", "3,2,1,0", "2;0,,,3,1", ",".join("3210") + "," * 60])
 def test_any_number_of_bins(tmp_path: Path, bins: str) -> None:
+    """Every way to distribute tensors over bins loads them. Impossible indices are refused."""
     csv = _write(tmp_path / "nya", _some(), bins)
     for got, tensor in zip(_nyacomp.decompress_from_meta(str(csv)), _some(), strict=True):
         same(got, tensor)
@@ -96,6 +97,7 @@ def test_each_result_has_its_own_storage(tmp_path: Path) -> None:
 
 
 def test_renamed_and_copied_files(tmp_path: Path) -> None:
+    """Tensor files load after a copy, after a move of their folder, and by file:// URI."""
     csv = _write(tmp_path / "a folder", _some())
     shutil.copy(tmp_path / "a folder/0.gz", tmp_path / "copy.gz")
     names = [str(tmp_path / "copy.gz"), str(tmp_path / "a folder/0.gz")]
@@ -289,6 +291,7 @@ def _folder(name: str) -> str:
 
 
 def test_names_on_pythonpath(script) -> None:
+    """With the drop-in's folder on PYTHONPATH, programs import `nyacomp` or only `_nyacomp`."""
     def on(name: str) -> str:
         return os.pathsep.join(filter(None, [_folder(name), os.environ.get("PYTHONPATH", "")]))
 
@@ -305,6 +308,7 @@ def test_names_on_pythonpath(script) -> None:
 
 
 def test_install_in_a_process(script) -> None:
+    """`install` makes `nyacomp` or only `_nyacomp` importable, and refuses unknown names."""
     script(
         """
 import overwire, sys

@@ -29,6 +29,8 @@ def _state() -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "x.pth", "model.safetensors"])
 def test_a_state_dict_in_files(tmp_path: Path, name: str, monkeypatch) -> None:
+    """A state dict in any checkpoint format is stored with one file per tensor, and loads from these files without the
+    checkpoint."""
     state, path = _state(), tmp_path / name
     if name.endswith(".safetensors"):
         ow.save_file(state, path, compress=False)
@@ -139,6 +141,7 @@ def test_a_toggle_keeps_another_tools_wrapper(tmp_path: Path) -> None:
 
 
 def test_several_components(tmp_path: Path, monkeypatch) -> None:
+    """compress_model finds the checkpoints of one repository, or of all, in the Hugging Face caches."""
     monkeypatch.setenv("HOME", str(tmp_path))
     places = [
         tmp_path / ".cache/huggingface" / rest
@@ -228,6 +231,8 @@ def test_a_toggle_loads_every_kind_of_checkpoint(tmp_path: Path, name: str) -> N
 @pytest.mark.slow
 @pytest.mark.parametrize("safe", [False, True], ids=["bin", "safetensors"])
 def test_toggles(tmp_path: Path, safe: bool) -> None:
+    """With a toggle, from_pretrained loads the compressed weights unless the checkpoint is newer. A second call removes
+    the toggle."""
     import diffusers
     import transformers
 

@@ -164,6 +164,7 @@ def test_the_makespan_of_real_models(name: str, monkeypatch) -> None:
 
 
 def test_partitions_at_which_nyacomp_fails() -> None:
+    """Partitions with fewer tensors than threads, and of empty tensors, work."""
     for count in (0, 1, 3, 8, 9, 10):
         sizes = [100 + at for at in range(count)]
         assert sum(map(len, partition.massage(sizes, 8))) == count
@@ -177,6 +178,7 @@ def test_partitions_at_which_nyacomp_fails() -> None:
 
 
 def test_the_search_for_a_limit_is_at_least_as_good(seed: int, monkeypatch) -> None:
+    """With a searched merge limit, the busiest thread gets at most as many bytes as with the default limit."""
     rng = random.Random(seed)
     for threads in ("2", "8"):
         monkeypatch.setenv("NUM_THREADS", threads)

@@ -240,6 +240,7 @@ def test_the_command_line_of_remotefile(tmp_path: Path) -> None:
 @pytest.mark.imports_torch
 @pytest.mark.parametrize("parts", [DUCK, REAL], ids=["duck-typed", "diffusers"])
 def test_the_readme(tmp_path: Path, script, parts: str) -> None:
+    """The README's programs save and load a pipeline through files, manifests and preloads."""
     path = os.pathsep.join(filter(None, [compat.path("nyacomp"), os.environ.get("PYTHONPATH", ""), str(tmp_path)]))
     (tmp_path / "parts.py").write_text(parts + RUN[parts])
     (tmp_path / "model").mkdir()

@@ -65,6 +65,7 @@ def llama(tmp_path_factory: Any) -> tuple[Any, Path, Path]:
 
 
 def test_transformers(llama: Any) -> None:
+    """Under the patch, transformers loads compressed models, tied and in shards. The tensors outlive the patch."""
     import transformers
 
     model, one, many = llama
@@ -105,6 +106,7 @@ def test_damage_raises_safetensors_error(llama: Any, tmp_path: Path) -> None:
 
 
 def test_diffusers(tmp_path: Path) -> None:
+    """Under the patch, diffusers loads a compressed pipeline and a single model, with and without memory mapping."""
     diffusers = pytest.importorskip("diffusers")
     torch.manual_seed(6)
     unet = diffusers.UNet2DModel(
@@ -128,6 +130,7 @@ def test_diffusers(tmp_path: Path) -> None:
 
 
 def test_accelerate(llama: Any, tmp_path: Path) -> None:
+    """Under the patch, accelerate loads compressed models, and reads weights that it offloads to disk."""
     accelerate = pytest.importorskip("accelerate")
     import transformers
 
@@ -223,6 +226,7 @@ def bound(m: types.ModuleType) -> bool:
 
 
 def test_names_that_were_bound_before_and_during_the_patch(tmp_path: Path) -> None:
+    """Names that a module imported from safetensors before or during the patch are patched, and restored afterwards."""
     tensors = {"a": torch.randn(999).bfloat16()}
     ow.save_file(tensors, tmp_path / "a.safetensors")
     early = module("bound_early")
@@ -251,6 +255,7 @@ def test_names_that_were_bound_before_and_during_the_patch(tmp_path: Path) -> No
 
 
 def test_nested_and_overlapping() -> None:
+    """Names stay patched until the last of several nested or overlapping patches ends, even after an error."""
     m = module("bound_nested")
     try:
         a = ow.patch_safetensors()
@@ -455,6 +460,7 @@ def test_threads(tmp_path: Path) -> None:
 
 
 def test_without_safetensors(script: Any) -> None:
+    """Without the package safetensors, the patch says what is missing, and the drop-in works."""
     script("""
 import sys
 sys.modules["safetensors"] = None

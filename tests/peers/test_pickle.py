@@ -44,6 +44,7 @@ def test_every_dtype_and_shape(tmp_path: Path) -> None:
 
 
 def test_ties_views_and_identity(tmp_path: Path) -> None:
+    """Ties, views and shared storages are restored, and each storage is stored once."""
     base = torch.arange(24.0)
     tied = torch.randn(3)
     obj = {
@@ -67,6 +68,7 @@ def test_ties_views_and_identity(tmp_path: Path) -> None:
 
 
 def test_parameters_buffers_and_modules(tmp_path: Path) -> None:
+    """Modules keep their parameters, buffers, strides, ties, modes and results."""
     module = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Linear(4, 4), nn.GELU())
     module.to(memory_format=torch.channels_last)
     module[2].weight.requires_grad_(False)
@@ -84,6 +86,7 @@ def test_parameters_buffers_and_modules(tmp_path: Path) -> None:
 
 
 def test_quantised_sparse_subclass_meta(tmp_path: Path) -> None:
+    """Quantised, sparse and meta tensors are restored. Tensor subclasses need trust=True."""
     dense = torch.randn(5, 4)
     obj = [
         torch.quantize_per_tensor(dense, 0.1, 3, torch.qint8),
@@ -106,6 +109,7 @@ def test_quantised_sparse_subclass_meta(tmp_path: Path) -> None:
 
 
 def test_numpy_arrays(tmp_path: Path) -> None:
+    """Arrays of every kind keep their bytes, flags and shared memory. Scalars and dtypes keep their types."""
     import ml_dtypes
 
     base = np.arange(30.0).reshape(5, 6)
@@ -147,6 +151,7 @@ def test_numpy_arrays(tmp_path: Path) -> None:
 
 
 def test_plain_python(tmp_path: Path) -> None:
+    """Standard types, dtypes, devices and recursive lists are restored."""
     loop: list[Any] = [1]
     loop.append(loop)
     obj = {
@@ -162,6 +167,7 @@ def test_plain_python(tmp_path: Path) -> None:
 
 
 def test_any_object_with_trust(tmp_path: Path) -> None:
+    """An object of any class loads with trust=True. Without it, the error names the class."""
     bundle = Bundle(torch.randn(9), {"when": datetime.date(2024, 1, 1)})
     with pytest.raises(ow.UntrustedPickleError, match="Bundle"):
         trip(bundle, tmp_path)

@@ -31,6 +31,7 @@ class Pipeline:
 
 
 def test_files_and_meta_csv(tmp_path: Path) -> None:
+    """A bundle consists of a small pickle, a container and a meta.csv that lists the container's size."""
     ratio = ow.compress_pickle({"w": torch.randn(400, 300).bfloat16()}, tmp_path / "boneless_bundle.pkl")
     found = sorted(str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*") if p.is_file())
     assert found == ["boneless_bundle.pkl", "nya/boneless_bundle.safetensors", "nya/meta.csv"]
@@ -189,6 +190,7 @@ def test_two_bundles_share_a_folder(tmp_path: Path) -> None:
 
 
 def test_names_that_differ_only_in_their_extension(tmp_path: Path) -> None:
+    """Bundles with names that differ only in their extension have separate containers, even after a second save."""
     for round_ in range(2):
         for name in ("x.pkl", "x.pth", "x", "x.bin"):
             ow.compress_pickle({name: torch.full((9,), round_)}, tmp_path / name)
@@ -354,6 +356,7 @@ def test_an_unpicklable_object_writes_nothing(tmp_path: Path) -> None:
 
 
 def test_the_container_may_be_elsewhere(tmp_path: Path) -> None:
+    """tensors= names a container in another place. A missing one, and one of another save, are refused."""
     obj = {"w": torch.randn(99, 99)}
     ow.compress_pickle(obj, tmp_path / "x.pkl")
     (tmp_path / "nya/x.safetensors").rename(tmp_path / "far.ow")
@@ -367,6 +370,7 @@ def test_the_container_may_be_elsewhere(tmp_path: Path) -> None:
 
 
 def test_plain_containers(tmp_path: Path) -> None:
+    """With compress=False, safetensors can read the container."""
     from safetensors.torch import load_file
 
     module = nn.Linear(300, 40).half()
@@ -404,6 +408,7 @@ def test_a_header_that_begins_like_a_pickle_is_a_container(tmp_path: Path) -> No
 
 
 def test_read_bytes(tmp_path: Path) -> None:
+    """read_bytes reads a path or a URI up to a limit, and raises a typed error for anything else."""
     path = tmp_path / "a file%.csv"
     path.write_bytes(b"abc")
     assert ow.read_bytes(path) == ow.read_bytes(str(path), 3) == ow.read_bytes(f"file://{tmp_path}/a%20file%25.csv") == b"abc"
@@ -431,6 +436,7 @@ def test_a_bundle_joins_a_preload(tmp_path: Path) -> None:
 
 
 def test_nyacomps_names(tmp_path: Path, monkeypatch) -> None:
+    """nyacomp's functions accept its arguments, return a ratio, and refuse an unknown algorithm."""
     monkeypatch.chdir(tmp_path)
     pipeline = Pipeline()
     assert 0 < nyacomp.compress(pipeline) < 2
@@ -453,6 +459,7 @@ def test_nyacomps_own_files_are_refused(tmp_path: Path) -> None:
 
 
 def test_meta_csv_with_spaces_and_nonsense(tmp_path: Path) -> None:
+    """A meta.csv may name paths with spaces. A malformed one raises FormatError."""
     folder = tmp_path / "a folder"
     folder.mkdir()
     ow.compress_pickle({"w": torch.arange(3)}, folder / "my x.pkl")
@@ -464,6 +471,7 @@ def test_meta_csv_with_spaces_and_nonsense(tmp_path: Path) -> None:
 
 
 def test_tensors_of_a_missing_device(tmp_path: Path, monkeypatch) -> None:
+    """If a bundle was saved from a missing GPU, the error suggests device=. A malformed list of devices is refused."""
     obj = {"w": torch.randn(50, 30), "n": np.arange(10), "e": torch.empty(0)}
     path = tmp_path / "x.pkl"
     ow.compress_pickle(obj, path)

@@ -75,6 +75,7 @@ def test_an_array_with_strides_that_overflow_is_refused(fenced: Fenced) -> None:
 
 
 def test_extents_of_arrays_in_both_directions(fenced: Fenced) -> None:
+    """An array loads only if its first and last elements are inside its blob, whatever the signs of its strides."""
     inside = [
         ((4096,), (1,), 0),
         ((4096,), (-1,), 4095),

@@ -1,4 +1,4 @@
-"""Tests URIs in place of paths, with `overwire serve` as the server and with injected faults."""
+"""Tests that URLs work in place of paths, with `overwire serve` as the server and with injected faults."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def same(got: Any, want: Any) -> None:
     "compress, options", [(True, ()), (False, ()), (True, ("--no-ranges",)), (False, ("--chunked",))]
 )
 def test_every_function(serve: Callable[..., str], tmp_path: Path, compress: bool, options: tuple[str, ...]) -> None:
-    """load_file, stream, safe_open with slices, preload, inspect, verify, convert and the command line take a URL, from
-    servers with and without range requests."""
+    """load_file, `stream`, safe_open with slices, `preload`, `inspect`, `verify`, `convert` and the command line accept
+    a URL, whether or not the server supports range requests."""
     want = weights()
     ow.save_file(want, tmp_path / "m.safetensors", {"made": "here"}, compress=compress)
     url = serve(*options) + "m.safetensors"
@@ -104,7 +104,7 @@ def test_hostile_index(serve: Callable[..., str], tmp_path: Path) -> None:
 
 
 def test_faults(serve: Callable[..., str], tmp_path: Path) -> None:
-    """A network that breaks one answer in four only makes loads slower. No byte is wrong."""
+    """If the network breaks one answer in four, loads are slower but return the right bytes."""
     want = weights(n=200)
     ow.save_file(want, tmp_path / "m.safetensors")
     url = serve("--faults", "reset=0.1,short=0.05,whole=0.02,range=0.03,503=0.05", "--seed", "7") + "m.safetensors"
@@ -132,7 +132,7 @@ def test_changed(serve: Callable[..., str], tmp_path: Path) -> None:
 def test_errors_keep_secrets(
     serve: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Secrets in the URL, the headers, the token and the environment are never shown."""
+    """Secrets in a URL, a header, a token or the environment are never shown."""
     caplog.set_level(logging.DEBUG)
     monkeypatch.setenv("HF_TOKEN", SECRET)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
@@ -160,7 +160,7 @@ def test_errors_keep_secrets(
 
 
 def test_unknown_options(serve: Callable[..., str], tmp_path: Path) -> None:
-    """An option that the scheme does not support is refused, and the error lists those that it does."""
+    """An option that the scheme does not support is refused, and the error lists the supported ones."""
     with pytest.raises(ow.ArgumentError, match="headers, token, cacert"):
         ow.load_file(serve() + "m", storage_options={"region": "x"})
     with pytest.raises(ow.ArgumentError, match="headers, token, cacert"):
@@ -168,7 +168,7 @@ def test_unknown_options(serve: Callable[..., str], tmp_path: Path) -> None:
 
 
 def test_credentials_are_kept_apart(serve: Callable[..., str], tmp_path: Path) -> None:
-    """A load does not join a preload that used another token."""
+    """A load does not use a preload that was made with another token."""
     ow.save_file(weights(n=1), tmp_path / "m.safetensors")
     url = serve() + "m.safetensors"
     ow.preload(url, storage_options={"token": "a"}).wait()
@@ -200,7 +200,8 @@ print(json.dumps(sorted(tensors)))
 
 
 def test_external_downloader(serve: Callable[..., str], tmp_path: Path) -> None:
-    """OVERWIRE_DOWNLOADER makes another program, such as curl or overwire, fetch over HTTP. A missing file fails."""
+    """With OVERWIRE_DOWNLOADER, another program, such as curl or overwire itself, fetches over HTTP. A missing file is
+    an error."""
     want = weights(n=3)
     ow.save_file(want, tmp_path / "m.safetensors")
     url = serve()
@@ -219,7 +220,8 @@ def test_external_downloader(serve: Callable[..., str], tmp_path: Path) -> None:
 
 
 def test_memory(serve: Callable[..., str], tmp_path: Path) -> None:
-    """For any file size, a load over HTTP needs a few MiB besides its tensors, and a download only its window."""
+    """Whatever the size of the file, a load over HTTP needs a few MiB in addition to its tensors, and a download only
+    its window."""
     for name, megabytes in (("small", 40), ("large", 120)):
         plain = tmp_path / f"{name}-plain.safetensors"
         command = [sys.executable, "-m", "overwire", "bench", "gen", "llama-bf16", "--size", f"{megabytes}MB", str(plain)]
@@ -254,7 +256,8 @@ def test_memory(serve: Callable[..., str], tmp_path: Path) -> None:
 
 
 def test_fetch_statuses(serve: Callable[..., str], tmp_path: Path) -> None:
-    """`overwire fetch` reports failures by its exit status and never hangs. The file of -o is complete or absent."""
+    """`overwire fetch` reports a failure by its exit status and never hangs. The file named by -o is complete or
+    absent."""
     (tmp_path / "a").write_bytes(b"x" * 100_000)
     url = serve()
     dead = serve("--faults", "short=1")
@@ -275,8 +278,8 @@ def test_fetch_statuses(serve: Callable[..., str], tmp_path: Path) -> None:
 
 
 def test_bundles(serve: Callable[..., str], tmp_path: Path) -> None:
-    """load_compressed_pickle takes the URL of a bundle and joins its preload. The URL of a meta.csv stands for its
-    containers."""
+    """load_compressed_pickle accepts the URL of a bundle and joins its preload. Preloading the URL of a meta.csv
+    preloads its containers."""
     made = {"weights": weights(n=4), "step": 7}
     ow.compress_pickle(made, tmp_path / "b/x.pkl")
     url = serve()
@@ -306,7 +309,7 @@ def test_bundles(serve: Callable[..., str], tmp_path: Path) -> None:
     ],
 )
 def test_container_next_to_a_uri(uri: str, first: str) -> None:
-    """A container's possible folders are next to the pickle, whatever follows the pickle's name in the URI."""
+    """The container is searched for in folders next to the pickle, whatever follows the pickle's name in the URI."""
     from overwire.bundles import containers
 
     places = containers.remote_containers_of(uri, containers.FOLDERS)
@@ -314,7 +317,8 @@ def test_container_next_to_a_uri(uri: str, first: str) -> None:
 
 
 def test_cache(serve: Callable[..., str], tmp_path: Path) -> None:
-    """With cache=, the file is stored there and loaded from there by later loads. A new version is fetched."""
+    """With cache=, the first load stores the file in the cache and later loads read it from there. A new version is
+    fetched."""
     want = weights(n=4)
     ow.save_file(want, tmp_path / "m.safetensors")
     url = serve() + "m.safetensors"
@@ -332,8 +336,8 @@ def test_cache(serve: Callable[..., str], tmp_path: Path) -> None:
 def test_notices_are_logged_by_the_function_that_causes_them(
     serve: Callable[..., str], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The function that uses a cached file because the store is unreachable, or finds that a store cannot list files,
-    logs the warning itself."""
+    """If a function uses a cached file because the store is unreachable, or finds that a store cannot list files, the
+    warning is logged during that call."""
     want = weights(n=4)
     (tmp_path / "m").mkdir()
     ow.save_file(want, tmp_path / "m" / "model.safetensors")

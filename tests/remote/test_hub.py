@@ -14,7 +14,8 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 @pytest.fixture
 def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, np.ndarray]:
-    """Makes a one-file model in a cache folder, with ~ and a variable in its setting, and an unreachable Hub."""
+    """Makes a one-file model in a cache folder, and makes the Hub unreachable. The setting of the folder has ~ and a
+    variable in it."""
     tensors = {"a": np.arange(10, dtype=np.float32)}
     repository = tmp_path / "home" / "hf" / "hub" / "models--org--name"
     for folder in (repository / "snapshots" / COMMIT, repository / "refs"):

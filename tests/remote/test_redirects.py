@@ -1,4 +1,4 @@
-"""Tests which of the caller's data is sent where if a server redirects load_file, fetch or S3."""
+"""Tests which credentials and headers a server gets if another server redirects load_file, `fetch` or S3 to it."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ SECRET = "planted-s3cr3t"
 
 
 class Server:
-    """A server with range requests. `answer` maps a path to what is sent: bytes, or status, headers and body, or None
-    for 404. `asked` records each path with the request's headers."""
+    """A server that supports range requests. `answer` returns what is sent for a path: bytes, or status, headers and
+    body, or None for 404. `asked` records each path with the request's headers."""
 
     def __init__(self, host: str = "127.0.0.1", answer: Callable[[str], Any] = lambda path: None) -> None:
         self.answer, self.asked, self.headers = answer, list[tuple[str, dict[str, str]]](), dict[str, str]()
@@ -77,7 +77,7 @@ def servers() -> Iterator[Callable[..., Server]]:
 
 
 def saved(path: Path, seed: int = 1, n: int = 4) -> dict[str, np.ndarray[Any, Any]]:
-    """Saves a plain file of 1 MB tensors that take several requests each."""
+    """Saves a plain file with tensors of 1 MB, which take several requests each."""
     made = np.random.default_rng(seed)
     tensors = {f"layer.{i}": made.normal(0, 0.02, (250_000,)).astype(np.float32) for i in range(n)}
     ow.save_file(tensors, path, compress=False)
@@ -129,7 +129,7 @@ def test_forbidden_redirects(servers: Callable[..., Server]) -> None:
 
 @pytest.mark.parametrize("code", [301, 302, 307, 308])
 def test_s3(servers: Callable[..., Server], code: int) -> None:
-    """A redirect from an S3 store is refused for reads, writes and lists, so keys and tokens reach only the store."""
+    """If an S3 store redirects a read, write or list, this is an error, so keys and tokens reach only the store."""
     other = servers("127.0.0.1", lambda path: b"x" * 100)
     store = servers("127.0.0.1", lambda path: (code, {"Location": f"{other.url}/?{SECRET}"}, b""))
     options = {"endpoint_url": store.url, "key": "AKIAPLANTED", "secret": SECRET, "token": SECRET, "retries": 0}
@@ -147,8 +147,8 @@ def test_s3(servers: Callable[..., Server], code: int) -> None:
 def test_s3_without_credentials(
     servers: Callable[..., Server], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A public object is read unsigned if there are no credentials. Unreadable certificates are only an error with TLS.
-    The environment is read at the call."""
+    """Without credentials, a public object is read by unsigned requests. Unreadable certificates are only an error with
+    TLS. The environment is read at each call."""
     want = saved(tmp_path / "m.safetensors", n=1)
     data = (tmp_path / "m.safetensors").read_bytes()
     store = servers("127.0.0.1", lambda path: data)
@@ -170,7 +170,7 @@ def test_s3_without_credentials(
 
 
 def test_hub_branch_that_moves(servers: Callable[..., Server], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If a Hub branch moves between the index and the shards, the load returns the first answer's tensors."""
+    """If a Hub branch moves after the index was read, the load still reads the shards of the first commit."""
     files: dict[str, dict[str, bytes]] = {}
     wants = []
     for commit, seed in (("1" * 40, 1), ("2" * 40, 2)):
@@ -181,7 +181,7 @@ def test_hub_branch_that_moves(servers: Callable[..., Server], tmp_path: Path, m
         ow.save_file(tensors, folder / "model.safetensors", compress=False, max_shard_size="900KB")
         files[commit] = {path.name: path.read_bytes() for path in folder.iterdir()}
         wants.append(tensors)
-    left = [0]  # answers until the branch moves
+    left = [0]  # number of answers before the branch moves
 
     def answer(path: str) -> Any:
         revision, name = path.split("/")[-2:]
@@ -200,7 +200,8 @@ def test_hub_branch_that_moves(servers: Callable[..., Server], tmp_path: Path, m
 
 
 def test_servers_without_etag_and_date(servers: Callable[..., Server], tmp_path: Path) -> None:
-    """If a server sends neither ETag nor date and its file changes during a load, tensors are all old or all new."""
+    """If a server sends neither ETag nor date and its file changes during a load, the tensors are all old or all
+    new."""
     wants, datas = [], []
     for seed in (1, 2):
         wants.append(saved(tmp_path / "m.safetensors", seed))

@@ -1,7 +1,8 @@
 """Tests that a caller's secrets are never shown.
 
-One program uses a secret of each kind in loads and saves that succeed and fail, on servers that echo all they receive.
-Then everything that the program and its children have printed or written is searched.
+One program uses a secret of each kind in loads and saves that succeed and that fail, with servers that repeat
+everything they receive. Everything that the program and its children have printed or written is then searched for the
+secrets.
 """
 
 from __future__ import annotations
@@ -197,7 +198,7 @@ def echo() -> Iterator[str]:
 
 
 def _forms(secret: str) -> set[bytes]:
-    """Returns a secret in its plain form and in each encoded form."""
+    """Returns a secret as it is and in each encoding."""
     plain = secret.encode()
     found = {
         plain, quote(secret, safe="").encode(), quote(secret).encode(), plain.hex().encode(),
@@ -246,8 +247,8 @@ class _Watch:
 
 
 def test_secrets_are_shown_nowhere(tmp_path: Path, echo: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Secrets are not in DEBUG logs, texts, reprs, tracebacks and pickles of exceptions, reports, plans, `doctor`,
-    traces, the downloader's log, names and contents of the cache and other files, or a child's command line."""
+    """No secret is in a debug log; in the text, repr, traceback or pickle of an exception; in a report, a plan, a
+    trace, `doctor` or the downloader's log; in the name or contents of any file; or in a child's command line."""
     import numpy as np
 
     served, left = tmp_path / "served", tmp_path / "left"
@@ -266,7 +267,7 @@ def test_secrets_are_shown_nowhere(tmp_path: Path, echo: str, monkeypatch: pytes
         if stores.found("versitygw"):
             s3 = str(stack.enter_context(stores.s3())[0]["endpoint_url"])
         if stores.found("redis-server"):
-            password = left / "password"  # not on the server's command line
+            password = left / "password"  # kept off the server's command line
             password.write_text(f'requirepass "{SECRETS["redis password"]}"\n')
             redis = stack.enter_context(stores.redis(config=password))[1]
             password.unlink()

@@ -71,7 +71,7 @@ def test_every_function(store: Store, tmp_path: Path) -> None:
 
 
 def test_bundle(store: Store, tmp_path: Path) -> None:
-    """Pickles are saved with their tensors. The old object stays until the new one is complete."""
+    """A bundle saved to a store loads from there. The old object stays until the new one is complete."""
     options, base = store
     uri = base + "run/checkpoint.pkl"
     for step in range(4):
@@ -97,7 +97,7 @@ def test_folder(servers: dict[str, Store]) -> None:
 
 
 def test_cache(servers: dict[str, Store], tmp_path: Path) -> None:
-    """With cache=, an object in S3 is fetched once, and again after a change."""
+    """With cache=, an object in S3 is fetched once, and again only after it has changed."""
     options, base = servers["s3"]
     options = options | {"cache": tmp_path / "cache"}
     for seed in (1, 2):
@@ -121,11 +121,11 @@ def test_uploads_in_parts_and_reads_by_ranges(servers: dict[str, Store]) -> None
         front.refuse = "partNumber=2"
         with pytest.raises(ow.AccessError, match="403"):
             ow.save_file(big, base + "parts", storage_options=through)
-        # The upload is aborted and polled until the store has forgotten it, because a part may still be in flight.
+        # Waits until the store has forgotten the aborted upload, because a part may still be in flight.
         ended = [(method, status) for method, path, _, status, _ in front.asked if "uploadId=" in path and method in ("DELETE", "GET")]
         assert ended[0] == ("DELETE", 204) and ended[-1] == ("GET", 404), ended
         same(ow.load_file(base + "parts", framework="np", storage_options=options), old)
-    # A new proxy, because aborted parts may still pass through the first.
+    # This needs a new proxy, because aborted parts may still pass through the first.
     with stores.front(str(options["endpoint_url"])) as (url, front):
         through = {**options, "endpoint_url": url}
         ow.save_file(big, base + "parts", storage_options=through)
@@ -143,7 +143,7 @@ def test_uploads_in_parts_and_reads_by_ranges(servers: dict[str, Store]) -> None
 
 
 def test_customer_key(servers: dict[str, Store]) -> None:
-    """sse_customer_key is never sent over plain HTTP, not even to this machine. Go tests cover a store with TLS."""
+    """sse_customer_key is never sent over plain HTTP, not even within this machine. Go tests cover a store with TLS."""
     options, base = servers["s3"]
     with stores.front(str(options["endpoint_url"])) as (url, front):
         through = {**options, "endpoint_url": url, "sse_customer_key": "0123456789abcdef0123456789abcdef"}
@@ -158,7 +158,7 @@ def test_customer_key(servers: dict[str, Store]) -> None:
 
 
 def test_presigned(servers: dict[str, Store]) -> None:
-    """A presigned URL can be read without credentials, unless it was changed or has expired."""
+    """A presigned URL can be read without credentials. A changed or expired one is refused."""
     options, base = servers["s3"]
     ow.save_file(weights(), base + "pre signed", storage_options=options)
     url = presign(base + "pre signed", 3600, storage_options=options)
@@ -203,7 +203,7 @@ def test_environment(servers: dict[str, Store], monkeypatch: pytest.MonkeyPatch,
 def test_refusals_keep_secrets(
     servers: dict[str, Store], caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Every refusal has its error class and shows no secret."""
+    """Every request that a store refuses raises an error of the right class that shows no secret."""
     caplog.set_level(logging.DEBUG)
     s3, base = servers["s3"]
     red, redis_base = servers["redis"]
@@ -243,7 +243,7 @@ def test_refusals_keep_secrets(
         ow.save_file(weights(), "https://example.invalid/x")
     out, err = capfd.readouterr()
     everything = "\n".join([*shown, out, err, caplog.text])
-    # An unknown option may be named, but its value may not be shown.
+    # The name of an unknown option may be shown, but not its value.
     for secret in stores.SECRETS:
         hits = [line for line in everything.splitlines() if secret in line.replace('no option "planted"', "")]
         assert not hits, (secret, hits[:3])
@@ -267,7 +267,7 @@ def test_example(servers: dict[str, Store], tmp_path: Path) -> None:
 
 
 def test_nothing_leaks(store: Store) -> None:
-    """Connections and their descriptors are closed after the loads that used them, even after errors."""
+    """After a load, successful or not, its connections and their descriptors are closed."""
     options, base = store
     ow.save_file(weights(), base + "leak", storage_options=options)
 
@@ -286,7 +286,7 @@ def test_nothing_leaks(store: Store) -> None:
 
 
 def test_tensors_sleep_into_a_store(store: Store) -> None:
-    """sleep(to_file=) writes the tensors to a store. If the file cannot be written, the tensors stay awake."""
+    """sleep(to_file=) can write the tensors to a store. If the file cannot be written, the tensors stay awake."""
     torch: Any = pytest.importorskip("torch")
     options, base = store
     want = {**weights(), "turned": weights()["a"].T.copy()}

@@ -1,6 +1,6 @@
-"""Tests deltas: files with the changes between two models, which are applied in place.
+"""Tests deltas, which are files with the changes between two models and are applied in place.
 
-The tests cover every dtype and layout, tied tensors and chains. Wrong bases are refused before a byte changes.
+The tests cover every dtype and layout, tied tensors and chains. A wrong base is refused before a byte changes.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def model(rng: random.Random) -> dict[str, torch.Tensor]:
 
 
 def stepped(base: dict[str, torch.Tensor], rng: random.Random, share: float = 0.02) -> dict[str, torch.Tensor]:
-    """Returns a copy with some bits of some elements changed. "f16" stays equal."""
+    """Returns a copy in which some bits of some elements are changed. "f16" stays as it is."""
     new = {name: tensor.clone() for name, tensor in base.items()}
     for name, tensor in new.items():
         if name != "f16" and tensor.numel():
@@ -78,8 +78,8 @@ def rng() -> random.Random:
 
 
 def test_a_delta_changes_the_base_into_the_new_model(tmp_path: Path, rng: random.Random) -> None:
-    """A delta applied in place gives the new model, for every dtype. The file is small and deterministic, and unchanged
-    tensors take no space."""
+    """Applying a delta in place gives the new model, for every dtype. The file is small and deterministic. Unchanged
+    tensors take no space in it."""
     base = model(rng)
     new = stepped(base, rng)
     path = tmp_path / "d.safetensors"
@@ -113,8 +113,8 @@ def test_apply_accepts_every_form_of_a_delta(tmp_path: Path, rng: random.Random,
 
 
 def test_a_wrong_base_is_refused_before_a_byte_changes(tmp_path: Path, rng: random.Random) -> None:
-    """A base with other bits, another shape or dtype, or a missing name is refused before a byte changes. Applying the
-    delta twice is also refused."""
+    """A base with other bits, another shape or dtype, or a missing tensor is refused before a byte changes. So is
+    applying a delta a second time."""
     base = model(rng)
     new = stepped(base, rng)
     path = tmp_path / "d.safetensors"
@@ -144,8 +144,8 @@ def test_a_wrong_base_is_refused_before_a_byte_changes(tmp_path: Path, rng: rand
 
 
 def test_tied_and_strided_tensors(tmp_path: Path, rng: random.Random) -> None:
-    """A tied tensor is stored and changed once. Slices of a fused tensor change in place, and tensors that are not
-    dense change through a copy. Numpy arrays also work. Tensors that the delta lacks stay unchanged."""
+    """A tied tensor is stored and changed once. Slices of a fused tensor change in place, and tensors with gaps change
+    through a copy. Numpy arrays also work. Tensors that are not in the delta stay unchanged."""
     generator = torch.Generator().manual_seed(rng.randrange(1 << 30))
     fused = torch.randn(6, 64, generator=generator)
     head = torch.randn(50, 8, generator=generator)
@@ -188,8 +188,8 @@ def test_tied_and_strided_tensors(tmp_path: Path, rng: random.Random) -> None:
 
 
 def test_tensors_that_cannot_be_written_back_are_refused_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If a tensor cannot be written back from a copy, it is refused before any tensor changes. Inference-mode tensors,
-    views of leaves, scalars and F4 pairs work. Ctrl-C is raised after the last tensor is written."""
+    """A tensor that cannot be written back from a copy is refused before any tensor changes. Inference-mode tensors,
+    views of leaves, scalars and F4 pairs work. Ctrl-C is raised after the last tensor has been written."""
     path, wide = tmp_path / "d", torch.arange(40.0).reshape(8, 5)
     shared = np.lib.stride_tricks.as_strided(np.ones(8, np.float32), (8, 5), (4, 0), writeable=True)
     for odd in (torch.ones(8, 1).expand(8, 5), torch.ones(20).as_strided((8, 5), (2, 1)), shared):
@@ -223,7 +223,7 @@ def test_tensors_that_cannot_be_written_back_are_refused_first(tmp_path: Path, m
 
 
 def test_a_module_is_changed_in_place(tmp_path: Path) -> None:
-    """Parameters and buffers change in place, so optimisers keep their tensors."""
+    """Parameters and buffers change in place, so an optimiser still refers to them."""
     torch.manual_seed(1)
     net = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8))
     before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
@@ -239,8 +239,8 @@ def test_a_module_is_changed_in_place(tmp_path: Path) -> None:
 
 
 def test_load_file_with_a_base(tmp_path: Path, rng: random.Random) -> None:
-    """load_file accepts a path or tensors as the base and does not change them. Without a base, the error says what to
-    do."""
+    """load_file accepts a path or tensors as the base and does not change the base. Without a base, the error says what
+    to do."""
     base = model(rng)
     one = stepped(base, rng)
     two = stepped(one, rng)
@@ -264,8 +264,8 @@ def test_load_file_with_a_base(tmp_path: Path, rng: random.Random) -> None:
 
 
 def test_chains(tmp_path: Path, rng: random.Random) -> None:
-    """A chain is applied as a whole, or merged into one delta from its first base to its last model. A gap or a wrong
-    order is refused."""
+    """A chain of deltas is applied in one call, or merged into one delta from its first base to its last model. A gap
+    or a wrong order is refused."""
     states = [model(rng)]
     paths = []
     for step in range(4):
@@ -286,7 +286,7 @@ def test_chains(tmp_path: Path, rng: random.Random) -> None:
 
 
 def test_changed_files_are_refused(tmp_path: Path, rng: random.Random) -> None:
-    """Other readers refuse a delta, and their error names overwire. Damage to any byte is detected."""
+    """Other libraries refuse a delta, and their error names overwire. Damage to any byte is detected."""
     base = model(rng)
     path = tmp_path / "d.safetensors"
     ow.save_delta(stepped(base, rng), base, path)
@@ -315,7 +315,7 @@ def test_changed_files_are_refused(tmp_path: Path, rng: random.Random) -> None:
 
 
 def test_many_deltas(tmp_path: Path, rng: random.Random) -> None:
-    """A hundred consecutive deltas give exactly the trained model."""
+    """Applying a hundred consecutive deltas gives exactly the trained model."""
     trained = {"w": torch.zeros(5000, dtype=torch.bfloat16), "b": torch.zeros(40)}
     live = {name: tensor.clone() for name, tensor in trained.items()}
     generator = torch.Generator().manual_seed(rng.randrange(1 << 30))
@@ -330,8 +330,8 @@ def test_many_deltas(tmp_path: Path, rng: random.Random) -> None:
 
 
 def test_diff(tmp_path: Path) -> None:
-    """diff reports the tensors that differ, by how much, and those that only one model has, in Python and on the
-    command line."""
+    """`diff` reports which tensors differ, by how much, and which are in only one model, in Python and on the command
+    line."""
     a = {"w": torch.zeros(1000, dtype=torch.bfloat16), "same": torch.ones(3), "a": torch.zeros(1), "other": torch.zeros(2)}
     b = {"w": torch.zeros(1000, dtype=torch.bfloat16), "same": torch.ones(3), "b": torch.zeros(1), "other": torch.zeros(3)}
     b["w"][[1, 5, 900]] = 1
@@ -356,8 +356,8 @@ def as_folder(path: Path, tensors: dict[str, torch.Tensor], shard: int | str, na
 
 
 def test_deltas_of_folders(tmp_path: Path, rng: random.Random) -> None:
-    """The delta of two sharded folders is a sharded folder with an index and the new model's auxiliary files, even if
-    the two folders have different shards. Every function accepts the folder and its index."""
+    """The delta between two sharded folders is itself a sharded folder, with an index and the new model's auxiliary
+    files, even if the two folders are sharded differently. Every function accepts the folder and its index."""
     base = model(rng)
     new = stepped(base, rng)
     for tensors in (base, new):  # this tensor is tied to one of another shard
@@ -404,7 +404,7 @@ def test_deltas_of_folders(tmp_path: Path, rng: random.Random) -> None:
         ow.open_delta(next(at.glob("delta-00001-*")))
     assert same(live, base)
     with pytest.raises(ow.ArgumentError, match="other weights"):
-        ow.save_delta(now, old, now)  # a delta next to the weights would be a second model
+        ow.save_delta(now, old, now)  # a delta next to the weights would look like a second model
     with pytest.raises(ow.ArgumentError, match="base lacks 'f32'"):
         ow.save_delta(now, {name: tensor for name, tensor in base.items() if name != "f32"}, tmp_path / "none")
     with pytest.raises(ow.ArgumentError, match="new lacks 'f32'"):
@@ -444,8 +444,8 @@ def test_one_delta_applied_by_many(tmp_path: Path, rng: random.Random) -> None:
 
 
 def test_files_are_compared_in_batches(tmp_path: Path, rng: random.Random, monkeypatch: pytest.MonkeyPatch) -> None:
-    """When models in files are compared, only a few tensors are in memory at a time. The delta and the reports equal
-    those of one batch, and tied tensors of different batches are stored once."""
+    """When models in files are compared, only a few tensors are in memory at a time. The delta and the reports are the
+    same as from a single batch, and tensors that are tied across batches are stored once."""
     from overwire.model.opened import Model
 
     base = model(rng)
@@ -482,7 +482,7 @@ def test_files_are_compared_in_batches(tmp_path: Path, rng: random.Random, monke
 
 
 def test_a_delta_does_not_replace_its_base(tmp_path: Path) -> None:
-    """A delta is useless without its base, so it is not written over the base's files or set of shards."""
+    """A delta is useless without its base, so it never replaces the base's file or shards."""
     base = {name: torch.randn(1000, 100) for name in "ab"}
     new = {name: tensor + 1 for name, tensor in base.items()}
     single, link, shards = tmp_path / "one.safetensors", tmp_path / "link.safetensors", tmp_path / "m"
@@ -505,8 +505,8 @@ def test_a_delta_does_not_replace_its_base(tmp_path: Path) -> None:
 
 
 def test_no_function_writes_over_a_file_of_another_format(tmp_path: Path) -> None:
-    """save_delta, merge_deltas and sleep refuse the names that save_file refuses, so a wrong path does not replace a
-    torch.save or GGUF file."""
+    """save_delta, merge_deltas and `sleep` refuse the names that save_file refuses, so a mistyped path does not replace
+    a torch.save or GGUF file."""
     base, delta = {"a": torch.ones(9)}, tmp_path / "d.safetensors"
     ow.save_delta({"a": torch.zeros(9)}, base, delta)
     for ending in ("pt", "bin", "gguf"):

@@ -39,6 +39,7 @@ def raw(tensor: torch.Tensor) -> bytes:
 
 
 def test_every_dtype() -> None:
+    """Digests match the definition for every dtype, whether the tensors are given together or one by one."""
     tensors = every_dtype()
     tensors |= {"none": torch.empty(0, 5), "one": torch.tensor(3.5), "complex128": torch.randn(9, dtype=torch.complex128)}
     got = ow.digest(tensors)
@@ -60,7 +61,7 @@ def test_strided(seed: int) -> None:
         views += [
             whole[5:5], whole[0, 0, 0], whole[:1].expand(7, *whole.shape[1:]), whole.flatten()[rng.randrange(100) :],
         ]
-        for view in views:  # some views start at odd addresses
+        for view in views:  # some of these views start at odd addresses
             assert ow.digest(view) == definition(raw(view)), (dtype, view.shape, view.stride())
     array = base.numpy()
     for part in (
@@ -131,7 +132,7 @@ class Small(torch.nn.Module):
 @pytest.mark.parametrize("compress", [True, False])
 @pytest.mark.parametrize("shard", [None, 100_000])
 def test_a_model_against_its_file(tmp_path: Path, compress: bool, shard: int | None) -> None:
-    """A model is compared with its file by name; differing, missing and surplus tensors are named."""
+    """A model is compared with its file by tensor name. Tensors that differ, are missing or are surplus are named."""
     model = Small()
     path = tmp_path / "model.safetensors"
     ow.save_model(model, path, compress=compress, max_shard_size=shard)
@@ -163,7 +164,8 @@ def test_a_model_against_its_file(tmp_path: Path, compress: bool, shard: int | N
 
 
 def test_parts_and_damage(tmp_path: Path) -> None:
-    """Column parts do not change a digest. For a damaged chunk, verify raises an error and reports no difference."""
+    """Column parts do not change a digest. For a damaged chunk, `verify` raises an error instead of reporting a
+    difference."""
     tensors = {"w": torch.randn(512, 256, generator=torch.Generator().manual_seed(3)).bfloat16(), "n": torch.empty(0, 3)}
     ow.save_file(tensors, tmp_path / "plain.safetensors", compress=False)
     packed = tmp_path / "parts.safetensors"
@@ -190,8 +192,8 @@ def test_many_tensors_once() -> None:
 
 @pytest.mark.parametrize("shard", [None, 100_000])
 def test_stored_digests(tmp_path: Path, shard: int | None) -> None:
-    """A comparison with stored digests reads no tensor. verify checks the digests. Loading and converting ignore
-    them."""
+    """A comparison with stored digests reads no tensor. `verify` checks the stored digests, while loading and
+    converting ignore them."""
     model = Small()
     kept, without = tmp_path / "kept", tmp_path / "without"
     for folder in (kept, without):
@@ -222,7 +224,8 @@ def test_digests_of_odd_sizes_are_kept(tmp_path: Path) -> None:
 
 
 def test_all_kinds_at_once() -> None:
-    """Tensors of all kinds in one call get the right digests, even if one changes its memory or shape between calls."""
+    """Tensors of all kinds in one call get the right digests, even if the memory or shape of one has changed since the
+    last call."""
     dense = torch.randn(30, 20)
     lazy = torch.view_as_complex(torch.randn(5, 2)).conj()
     tensors: dict[str, Any] = {

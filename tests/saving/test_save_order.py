@@ -1,4 +1,4 @@
-"""Tests that a writer of a path waits for an earlier background save to that path."""
+"""Tests that every function that writes to a path waits for an earlier background save to that path."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def run_command(path: str) -> None:
 
 
 def save_patched(path: str) -> None:
-    """Calls safetensors' own function under a patch that does not replace saving."""
+    """Calls safetensors' own save function under a patch that only replaces loading."""
     with ow.patch_safetensors():
         safetensors.torch.save_file(LATER, path)
 
@@ -117,7 +117,7 @@ def size_of_earlier(ending: str) -> int:
 
 @pytest.mark.parametrize("writer", WRITERS)
 def test_the_file_of_the_later_save_remains(folder: Path, writer: str) -> None:
-    """The later save's file remains, for every writer and every spelling of the path."""
+    """Whichever function writes, and however the path is spelled, the file of the later save remains."""
     for spelling in SPELLINGS:
         ending = ENDINGS.get(writer, ".safetensors")
         path = spelling.format(folder=folder).replace(".safetensors", ending)
@@ -137,7 +137,7 @@ def test_the_file_of_the_later_save_remains(folder: Path, writer: str) -> None:
 
 
 def test_a_path_that_becomes_a_link_or_a_file_during_a_save(folder: Path) -> None:
-    """If the path becomes a link or a file while a save runs, the later save decides what it finally contains."""
+    """If the path becomes a link or a file while a save runs, the file of the later save still remains."""
     for is_link in (False, True):
         if is_link:
             os.symlink("before.safetensors", "m.safetensors")
@@ -155,8 +155,8 @@ def test_a_path_that_becomes_a_link_or_a_file_during_a_save(folder: Path) -> Non
 
 
 def test_a_save_claims_its_shards_index_and_folder(folder: Path) -> None:
-    """A save claims its shards, their index, and the folder that it saves to. Other writers of these wait for it. A
-    writer of an unrelated file does not."""
+    """A save claims its shards, their index, and the folder that it saves to. Other writers of these paths wait for it,
+    but a writer of an unrelated file does not."""
     for act in (
         lambda: ow.save_file(LATER, "model/model-00001-of-00002.safetensors"),
         lambda: stream("model/model.safetensors.index.json"),
@@ -177,8 +177,8 @@ def test_a_save_claims_its_shards_index_and_folder(folder: Path) -> None:
 
 
 def test_bundles_of_one_name(folder: Path) -> None:
-    """A save of x.pth waits for a save of x.pkl, because both bundles share a lock, and for a save of its container.
-    Both bundles load."""
+    """A save of x.pth waits for a save of x.pkl, because both bundles share a lock, and for a save to its container's
+    path. Both bundles load."""
     for second, write in (("x.pth", ow.save_bundle), ("x.pkl", ow.save_bundle), ("tensors/x.safetensors", ow.save_file)):
         held = Held(ow.save_bundle, "x.pkl")
         held.leave_soon()
@@ -191,7 +191,7 @@ def test_bundles_of_one_name(folder: Path) -> None:
 
 @pytest.mark.parametrize("save", [ow.save_file, ow.save_bundle])
 def test_a_callback_of_a_save_that_saves_there_is_refused(folder: Path, save: Any) -> None:
-    """A progress callback may not save to the path of its own save, because it would wait for itself."""
+    """A progress callback cannot save to the path of its own save, because it would wait for itself."""
     errors: list[BaseException] = []
 
     def act(now: Any) -> None:
@@ -207,7 +207,8 @@ def test_a_callback_of_a_save_that_saves_there_is_refused(folder: Path, save: An
 
 
 def test_an_error_reaches_the_next_writer_of_any_kind(folder: Path) -> None:
-    """If no call has waited for a failed background save, the next writer of the path raises its error."""
+    """If no call has waited for a failed background save, the next function that writes to the path raises its
+    error."""
     held = Held(ow.save_file, "gone/m.safetensors") if os.mkdir("gone") is None else None
     os.rename("gone", "away")
     held.leave()

@@ -1,4 +1,5 @@
-"""Tests background saves: each file is whole or absent, each error is raised or logged, and one save runs per path."""
+"""Tests background saves: each file is complete or absent, each error is raised or logged, and at most one save runs
+per path."""
 
 from __future__ import annotations
 
@@ -57,9 +58,9 @@ def hidden(folder: Path) -> list[str]:
 
 @contextmanager
 def small_files(most: int) -> Iterator[None]:
-    """Simulates a full disk: limits the size of files that this process writes to `most` bytes."""
+    """Simulates a full disk: no file that this process writes can become larger than `most` bytes."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (most, hard))  # Python ignores the signal
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, hard))  # Python ignores SIGXFSZ
     try:
         yield
     finally:
@@ -68,7 +69,7 @@ def small_files(most: int) -> Iterator[None]:
 
 @pytest.mark.parametrize("how", [{}, {"compress": False}, {"max_shard_size": 50_000}, {"level": "smaller"}, {"digests": True}])
 def test_background_saves_write_the_same_files(tmp_path: Path, how: dict[str, Any]) -> None:
-    """A background save writes the same bytes as a save that waits, from the tensors as they were at the call."""
+    """A background save writes the tensors as they were at the call, in the same bytes as a save that waits."""
     tensors = weights(1)
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
@@ -89,7 +90,7 @@ def test_background_saves_write_the_same_files(tmp_path: Path, how: dict[str, An
 
 
 def test_a_report_says_where_the_time_went(tmp_path: Path) -> None:
-    """A report counts time in each stage of a save, a conversion or a tensorizer file, and in no other stage."""
+    """The report of a save, a conversion or a tensorizer file has times for exactly the stages that it consists of."""
     tensors = weights(2)
     rest = {"plan", "write", "publish"}
     ways: list[tuple[Any, set[str]]] = [
@@ -115,8 +116,8 @@ def test_tensorizer_files(tmp_path: Path) -> None:
 
 
 def test_modules_and_pickles(torch_script: Run) -> None:
-    """save_model, compress_pickle and compress return a Saving. Their files contain the values at the call, not later
-    changes."""
+    """With wait=False, save_model, compress_pickle and `compress` return a Saving. Their files contain the values at
+    the call, not later changes."""
     done = torch_script(
         textwrap.dedent("""
         import torch, overwire as ow
@@ -159,7 +160,7 @@ def test_memory_is_bounded(tmp_path: Path) -> None:
 
 
 def test_a_full_disk(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A write error is logged, and wait raises it. The old file stays without temporary files, and the next save
+    """A write error is logged, and `wait` raises it. The old file and no temporary file remains, and the next save
     works."""
     path = tmp_path / "m.safetensors"
     ow.save_file(weights(4), path)
@@ -176,8 +177,8 @@ def test_a_full_disk(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_the_next_save_raises_an_error_that_no_call_has_seen(tmp_path: Path) -> None:
-    """If no call has waited for a failed save, the next save to its path raises the error, once. A save to another path
-    does not."""
+    """If no call has waited for a failed save, the next save to its path raises the error. This happens once, and not
+    for saves to other paths."""
     path = tmp_path / "m.safetensors"
     (tmp_path / "link").symlink_to(tmp_path)
     for again, wait in ((path, True), (f"file://{path}", False), (tmp_path / "link/m.safetensors", False)):
@@ -194,7 +195,7 @@ def test_the_next_save_raises_an_error_that_no_call_has_seen(tmp_path: Path) -> 
 
 
 def test_tensors_that_change(tmp_path: Path) -> None:
-    """If a caller changes tensors during a save, against the documentation, the save does not crash and the next save
+    """If a caller changes tensors during a save, which the documentation forbids, nothing crashes and the next save
     works."""
     tensors, over = weights(23, 4_000_000), threading.Event()
 
@@ -224,7 +225,8 @@ def test_tensors_that_change(tmp_path: Path) -> None:
 
 
 def test_saves_of_one_path_follow_one_another(tmp_path: Path) -> None:
-    """If several threads start overlapping saves to one path, the last save's file remains, and each file is whole."""
+    """If several threads start saves to one path, the file of the last save remains. The file is complete at all
+    times."""
     path, errors = tmp_path / "m.safetensors", []
 
     def several(seed: int) -> None:
@@ -247,7 +249,7 @@ def test_saves_of_one_path_follow_one_another(tmp_path: Path) -> None:
 
 
 def test_cancelled(tmp_path: Path) -> None:
-    """A cancelled save leaves only the old file. Its wait raises CancelledError. Later saves work."""
+    """After a cancelled save, only the old file remains, `wait` raises CancelledError, and later saves work."""
     path = tmp_path / "m.safetensors"
     ow.save_file(weights(10), path)
     stopped = 0
@@ -347,7 +349,7 @@ if {background}:
 
 @pytest.mark.parametrize("background", [False, True])
 def test_interrupted(tmp_path: Path, script: Run, background: bool) -> None:
-    """Ctrl-C ends a save while it reads its tensors. After that, it only ends the wait."""
+    """While a save is still reading its tensors, Ctrl-C ends the save. After that, Ctrl-C only ends the wait."""
     done = script(INTERRUPTED.format(folders=FOLDERS, how="wait=False" if background else "", background=background))
     assert done.returncode == 0, done.stderr
     assert not hidden(tmp_path)
@@ -358,7 +360,7 @@ def test_interrupted(tmp_path: Path, script: Run, background: bool) -> None:
 
 
 def test_a_forked_child_is_refused(tmp_path: Path, script: Run) -> None:
-    """A forked child that waits for its parent's save gets ForkedError at once. The save is not affected."""
+    """A forked child that waits for its parent's save gets ForkedError at once. The save continues."""
     done = script(
         textwrap.dedent(f"""
         import os, sys

@@ -1,4 +1,4 @@
-"""Tests that CheckpointStager copies a state as it was at the call, or refuses it and names the tensor."""
+"""Tests that CheckpointStager copies a state as it is at the call, or refuses it and names the tensor."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch.masked import masked_tensor  # noqa: E402
 
 
 class _Made(Mapping[str, Any]):
-    """A mapping that makes a new tensor on each request, and then has one entry less."""
+    """A mapping that makes a new tensor on each request, and has one entry less after every three requests."""
 
     def __init__(self) -> None:
         self.asked: list[str] = []
@@ -36,7 +36,7 @@ class _Made(Mapping[str, Any]):
 
 
 def test_a_stager_requests_each_value_once() -> None:
-    """Each value is requested once, so a mapping that makes its tensors on request is staged consistently."""
+    """Each value is requested only once, so a mapping that makes its tensors on request is staged consistently."""
     made = _Made()
     staged = CheckpointStager().stage({"model": made, "list": [made, 3]})
     assert [value.tolist() for value in staged["model"].values()] == [[1.0] * 4, [2.0] * 4, [3.0] * 4]
@@ -44,8 +44,8 @@ def test_a_stager_requests_each_value_once() -> None:
 
 
 def test_tensors_that_outlive_their_staged_state_keep_their_values() -> None:
-    """A tensor that is used after its staged state is gone keeps its values. Its buffer is reused once the tensor is
-    gone."""
+    """A tensor of a staged state keeps its values even after the state is gone. Its buffer is reused once the tensor
+    itself is gone."""
     stager = CheckpointStager()
     kept = stager.stage({"a": torch.full((1000,), 1.0)})["a"][3:9]
     storage = stager.stage({"a": torch.full((1000,), 2.0)})["a"].untyped_storage()
@@ -102,8 +102,8 @@ UNSTAGED: dict[str, tuple[type[ow.OverwireError], Any]] = {
 @pytest.mark.parametrize("what", UNSTAGED)
 @pytest.mark.filterwarnings("ignore")
 def test_tensors_without_memory_of_their_own_are_refused_by_name(what: str, tmp_path: Path) -> None:
-    """If a tensor does not own all of its memory, the stager refuses it before it allocates, and the writer also
-    refuses it. No tensor is read past its memory or stored in part."""
+    """A tensor without memory for all its elements is refused by name, by the stager (before it allocates) and by the
+    writer. No tensor is read past its memory or stored in part."""
     kind, make = UNSTAGED[what]
     held = len(buffers.offer_buffers().buffers)
     one = make()

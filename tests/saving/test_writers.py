@@ -1,7 +1,7 @@
-"""Tests that every writer writes whole files with the mode, owner and link of the file that is replaced.
+"""Tests that every writer writes complete files and keeps the mode, owner and link of the file that it replaces.
 
-TestModes in gosrc/internal/atomicfile checks after every file system call that no file becomes readable by more users.
-These tests only check the result of each writer.
+These tests only check the result of each writer. TestModes in gosrc/internal/atomicfile checks after every file system
+call that no file becomes readable by more users.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ WRITERS: dict[str, Callable[[Path], object]] = {
 
 
 def states(folder: Path) -> dict[str, tuple[Path, int | None]]:
-    """Returns target paths in each possible state with the expected mode. None stands for the mode that the umask
-    gives."""
+    """Returns a target path for each state that a target can be in, with the expected mode. None stands for the mode
+    that the umask gives."""
     (folder / "sub").mkdir()
 
     def file(name: str, mode: int) -> Path:
@@ -88,7 +88,7 @@ def states(folder: Path) -> dict[str, tuple[Path, int | None]]:
 
 
 def hold(writer: Callable[[Path], object], mask: int, folder: Path) -> None:
-    """Runs a writer on every state and checks the results."""
+    """Runs a writer on a target in every state and checks the results."""
     before = os.umask(mask)
     try:
         for name, (path, mode) in states(folder).items():
@@ -107,14 +107,14 @@ def hold(writer: Callable[[Path], object], mask: int, folder: Path) -> None:
 
 @pytest.mark.parametrize("name", WRITERS)
 def test_modes_and_links(tmp_path: Path, name: str) -> None:
+    """Each writer keeps the mode and the link of the file that it replaces, under two umasks."""
     for mask in (0o027, 0o077):
         (tmp_path / f"{mask:o}").mkdir()
         hold(WRITERS[name], mask, tmp_path / f"{mask:o}")
 
 
 def test_fastsafetensors_shards(tmp_path: Path) -> None:
-    """If the caller's function fills a set of shards, they keep modes and links, and are private until they are
-    full."""
+    """Shards that a caller's function fills keep modes and links, and are private until they are complete."""
     torch = pytest.importorskip("torch")
     from overwire.compat.fastsafetensors import saver
 
@@ -141,7 +141,8 @@ def test_fastsafetensors_shards(tmp_path: Path) -> None:
 
 
 def test_private_bundles(tmp_path: Path) -> None:
-    """The first container of a private pickle is private. meta.csv belongs to the folder, so it keeps its own mode."""
+    """A container that is written for a private pickle is private from the start. meta.csv belongs to the folder, so it
+    keeps its own mode."""
     path = tmp_path / "x.pkl"
     path.write_bytes(b"")
     path.chmod(0o600)
@@ -208,7 +209,7 @@ def without_unnamed_files(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("kind", [stores.FileWriter, stores.ObjectWriter])
 def test_two_threads_close_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Any) -> None:
-    """If two threads close one file, one of them writes it and the other waits."""
+    """If two threads close one file, one of them writes the file and the other waits."""
     path, results = tmp_path / "x", []
     file = kind(str(path))
     file.write(b"bytes")
@@ -225,7 +226,7 @@ def test_two_threads_close_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     def write_beside() -> None:
         other.start()
-        other.join(0.1)  # long enough to finish if it did not wait
+        other.join(0.1)  # long enough for a thread that does not wait
         really()
 
     monkeypatch.setattr(file, "_write_object", write_beside)
@@ -235,8 +236,8 @@ def test_two_threads_close_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_signal_handler_closes_the_file_that_is_being_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A signal handler that interrupts the close of a file, and calls close or drop on this file, gets a clear error.
-    The close continues."""
+    """If a signal handler closes or drops the file that is just being closed, the handler gets a clear error. The close
+    continues."""
     path = tmp_path / "x"
     file = stores.FileWriter(str(path))
     file.write(b"bytes")
@@ -255,7 +256,7 @@ def test_a_signal_handler_closes_the_file_that_is_being_closed(tmp_path: Path, m
 
 
 def test_ctrl_c_in_a_close_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If Ctrl-C arrives after the file got its temporary name, only the old file remains."""
+    """If Ctrl-C arrives after the new file got its temporary name, only the old file remains."""
     path = tmp_path / "x"
     path.write_bytes(b"old")
     file, really = stores.FileWriter(str(path)), os.link
@@ -272,7 +273,7 @@ def test_ctrl_c_in_a_close_leaves_the_old_file(tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_writer_is_dropped_before_or_after_a_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A writer that is dropped before a write replaces nothing. A writer that is dropped after a write still finishes
+    """A writer that is dropped before anything was written replaces nothing. One that is dropped later still finishes
     its file."""
     path = tmp_path / "x"
     path.write_bytes(b"old")
@@ -292,7 +293,8 @@ def test_a_writer_is_dropped_before_or_after_a_write(tmp_path: Path, monkeypatch
 
 
 def test_a_full_disk_keeps_no_half_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a full disk, a dropped file is not written, and leaves neither an error nor a temporary file."""
+    """If a file object is dropped while the disk is full, no file is written, no temporary file is left and no error is
+    raised."""
     without_unnamed_files(monkeypatch)
     path = tmp_path / "x"
     path.write_bytes(b"old")
@@ -313,8 +315,8 @@ def test_no_python_code_writes_by_itself() -> None:
 
     folder = Path(ow.__file__).parent
     allowed = {
-        folder / "_bench_faces.py": [".write_text("],  # in its own temporary folder
-        folder / "portable/files.py": ["os.replace"],  # works without the engine
+        folder / "_bench_faces.py": [".write_text("],  # writes only to its own temporary folder
+        folder / "portable/files.py": ["os.replace"],  # the portable reader works without the engine
     }
     for path in folder.rglob("*.py"):
         found = re.findall(r"os\.(?:umask|replace|rename|renames)\b|shutil\.move|\.write_bytes\(|\.write_text\(", path.read_text())
@@ -322,8 +324,8 @@ def test_no_python_code_writes_by_itself() -> None:
 
 
 def test_a_single_file_next_to_a_shard_index_is_refused(tmp_path: Path) -> None:
-    """save_file refuses a single file that has a shard index next to it for its name, because the folder would still
-    load the shards."""
+    """save_file refuses to write a single file if a shard index for its name is next to it, because the folder would
+    still load the shards."""
     path = tmp_path / "model.safetensors"
     many: dict[str, Any] = {"x": np.zeros(999, "f4"), "y": np.arange(999, dtype="f4")}
     ow.save_file(many, path, max_shard_size=4000)
