@@ -1,6 +1,6 @@
 """Loads pipelines with this interpreter's diffusers and transformers, unpatched and under `patch_safetensors`, and
 compares every parameter byte for byte. `test_transformers.py` runs this program. The arguments are an empty folder and,
-to run only some cases, their names. The last line is "ok" and the releases of diffusers and transformers."""
+to run only some cases, their names. The last line of output is "ok" and the releases of diffusers and transformers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from diffusers import AutoencoderKL, DDIMScheduler, DiffusionPipeline, StableDif
 from overwire.compat.safetensors import _lazy  # noqa: E402
 
 diffusers.utils.logging.disable_progress_bar()
-gc.freeze()  # garbage collections then examine only the objects of the cases
+gc.freeze()  # garbage collections then examine only objects of the cases
 MODELS = ("text_encoder", "unet", "vae")
 
 
@@ -77,7 +77,7 @@ def same(want: Any, got: Any, what: Any) -> None:
 
 
 class Passes:
-    """Records the folder and the number of tensors of each pass of the engine, in the order in which the passes
+    """Records each pass of the engine over a model: its folder and number of tensors, in the order in which the passes
     begin."""
 
     def __init__(self) -> None:
@@ -120,7 +120,7 @@ def stored(folder: Path) -> int:
 
 
 def whole(folder: Path) -> None:
-    """Compares each form of loading with the unpatched load. Each of diffusers' own models is read in one pass."""
+    """Compares each way to load with the unpatched load. Each of diffusers' own models is read in one pass."""
     folders(folder)
     shards = folder / "shards"
     folders(shards, max_shard_size="30KB")
@@ -128,7 +128,7 @@ def whole(folder: Path) -> None:
     maps: list[Any] = [None, *(["cpu"] if "cpu" in diffusers.pipelines.pipeline_utils.SUPPORTED_DEVICE_MAP else [])]
     dtypes = (None, torch.bfloat16, {"unet": torch.float16, "default": torch.float32})
     forms = (("packed", None), ("plain", None), ("plain", "cpu"))
-    # Each combination of two of the options map, dtype, form and home is tested, but not each of all four.
+    # Every pair of values of map, dtype, form and home is tested, but not every combination of all four.
     for (at, where), (number, dtype) in itertools.product(enumerate(maps), enumerate(dtypes)):
         how: dict[str, Any] = {"torch_dtype": dtype} if dtype is not None else {}
         how |= {"device_map": where} if where else {}
@@ -172,8 +172,8 @@ def building(then: Any) -> Iterator[None]:
 
 
 def ahead(folder: Path) -> None:
-    """The engine begins to read each model before it is built, including the text encoder, but only one model in
-    advance. A model that the caller passes is not read."""
+    """The engine begins to read each model, including the text encoder, before it is built, but stays only one model
+    ahead. A model that the caller passes is not read."""
     folders(folder)
     built: list[str] = []
     passes = Passes()
@@ -232,8 +232,7 @@ def alone(folder: Path) -> None:
                 model = unet(folder / kind / "unet", **how).eval()
             given = torch.ones(1, 4, 8, 8, dtype=model.dtype), 3, torch.ones(1, 5, 16, dtype=model.dtype)
             states.append({name: tensor for name, tensor in model.state_dict().items() if tensor.device.type != "meta"})
-            # Results may be rounded differently, because parameters may have another alignment than in the unpatched
-            # load.
+            # Parameters may be aligned differently than in the unpatched load, so results may be rounded differently.
             with torch.no_grad():
                 outputs.append(model(*given).sample)
         for output, state in zip(outputs, states, strict=True):
@@ -256,7 +255,7 @@ def alone(folder: Path) -> None:
 
 
 def lazy(folder: Path) -> None:
-    """Operations on a tensor that was not read yet have the usual result. A tensor of another shape is refused as
+    """Operations on a tensor that has not been read yet give the usual result. A tensor of another shape is refused as
     usual."""
     folders(folder)
     state: dict[str, Any] = {}
@@ -292,7 +291,7 @@ def lazy(folder: Path) -> None:
 
 
 def damaged(folder: Path) -> None:
-    """If a file is damaged, the load of its model raises a typed error. Data read ahead is freed, and the patch is
+    """If a file is damaged, loading its model raises a typed error. Data that was read ahead is freed, and the patch is
     undone."""
     folders(folder)
     before = diffusers.ModelMixin.__dict__["from_pretrained"], DiffusionPipeline.__dict__["from_pretrained"], safetensors.safe_open

@@ -1,5 +1,5 @@
-"""Tests in vLLM's real code that a draft model for speculative decoding loads its own weights, although `source` has
-the target's.
+"""Tests in vLLM's real code that a draft model for speculative decoding loads its own weights, although the option
+`source` names the target's.
 
     PYTHONPATH=python:build/engines python tests/engines/engines_drafts.py
 """

@@ -3,9 +3,9 @@
     PYTHONPATH=python:build/engines python tests/engines/engines_level2.py [--measure]
 
 Only the calls that map and unmap GPU memory, and the engine's start, are replaced. The calls of `vllm snapshot` put a
-worker to sleep at level 2 and wake it. Every parameter and buffer must have the same bytes as after vLLM's own load,
-and vLLM's reload must not begin. If the files or weights have changed, it must begin. At level 1, all workers of a
-model must use one copy of its weights in the host store.
+worker to sleep at level 2 and wake it. Every parameter and buffer must have the same bytes as after vLLM's own load.
+vLLM's reload must begin only if the files or weights have changed. At level 1, all workers of a model must use one copy
+of its weights in the host store.
 
 --measure uses a model of 0.5 GB and prints the seconds of vLLM's reload, and of waking with overwire's file.
 """
@@ -31,7 +31,7 @@ GARBAGE = 0xA7
 
 
 def make_allocator() -> Any:
-    """Returns vLLM's allocator with replaced calls. Unmapping fills the memory with garbage."""
+    """Returns vLLM's allocator, with its GPU calls replaced. Unmapping fills the memory with garbage."""
     from overwire.integrations.vllm import sleeping
     from vllm import device_allocator
     from vllm.device_allocator import cumem
@@ -59,7 +59,7 @@ def make_allocator() -> Any:
 
 
 def make_worker(path: Path, where: Where, load_format: str, extra: dict[str, Any] | None = None) -> Any:
-    """Returns a worker that has loaded a model into the allocator's memory."""
+    """Returns a worker with a model that was loaded into the allocator's memory."""
     from overwire.integrations import vllm as plugin
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader import get_model
@@ -184,7 +184,7 @@ def check(name: str, load_format: str, root: Path, where: Where, watch: Watch) -
     worker.checkpoint_prepare()
     worker.checkpoint_restore()
     with torch.no_grad():
-        next(worker.model_runner.model.parameters()).view(-1)[3] += 1  # like training or a merged adapter
+        next(worker.model_runner.model.parameters()).view(-1)[3] += 1  # as training or merging an adapter does
     cycle(f"{what}, weights changed", worker, theirs, watch, 1, "the weights have changed")
     cycle(f"{what}, after the reload", worker, theirs, watch, 0, "restored")
     for file in images.iterdir():
@@ -201,7 +201,7 @@ def check(name: str, load_format: str, root: Path, where: Where, watch: Watch) -
 
 
 def share(what: str, worker: Any, theirs: dict[str, Any]) -> None:
-    """Tests level 1 with the host store. All workers of a model use the one copy of its weights in the store."""
+    """Tests level 1 with the host store: all workers of a model use the one copy of its weights in the store."""
     worker.sleep(1)
     asleep = worker.sleep_mode_backend._asleep
     if asleep.stored or not asleep.shared:
@@ -216,7 +216,8 @@ def share(what: str, worker: Any, theirs: dict[str, Any]) -> None:
 
 
 def measure(root: Path, where: Where, watch: Watch) -> None:
-    """Prints the seconds of vLLM's reload with several formats, and of waking with overwire's file."""
+    """Prints how many seconds vLLM's reload takes with several formats, and how many waking takes with overwire's
+    file."""
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.reload.inplace import reload_weights
 

@@ -19,7 +19,7 @@ STEPS = 3  # pushed training steps
 
 
 class Workers:
-    """Replaces vLLM's control plane, and calls the engine of each rank over gloo."""
+    """Replaces vLLM's control plane. Calls the engine of each rank over gloo."""
 
     def __init__(self, engine: Any, world: int, config: Any) -> None:
         self.engine, self.world, self.config = engine, world, config
@@ -39,7 +39,7 @@ class Workers:
                 getattr(self.engine, name)(*arguments)
 
     def serve(self) -> None:
-        """Runs the calls of the first rank in another rank."""
+        """Runs, in another rank, the calls that the first rank sends."""
         while True:
             heard: list[Any] = [None]
             torch.distributed.broadcast_object_list(heard, 0)

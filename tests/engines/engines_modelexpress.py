@@ -17,7 +17,7 @@ import engines_vllm as base
 
 
 def load(root: Path, port: int) -> None:
-    """Loads a model with ModelExpress once in this process."""
+    """Loads a model with ModelExpress, in one process."""
     from vllm.plugins import load_general_plugins
 
     load_general_plugins()
@@ -25,7 +25,7 @@ def load(root: Path, port: int) -> None:
     from modelexpress.engines.vllm import adapter, register_modelexpress_loaders
 
     class CudaOnTheHost(CudaAcceleratorBackend):
-        """Replaces ModelExpress's CUDA backend. Never waits, and accepts tensors in host memory."""
+        """Replaces ModelExpress's CUDA backend: never waits, and accepts tensors in host memory."""
 
         synchronize = lambda *_: None  # noqa: E731
         current_device = lambda *_: 0  # noqa: E731

@@ -3,8 +3,9 @@
     PYTHONPATH=python:build/engines python tests/engines/engines_offload.py
 
 Each model is loaded by vLLM itself and by overwire with {"offload": ...}, and run by vLLM's own forward. Hidden states
-and logits must be equal, bit for bit. vLLM's compiled attention kernel is not available, so attention is torch's. All
-other operations are vLLM's own Python code. Refusals are tested with one rank, outputs with one and with two.
+and logits must be the same bit for bit. vLLM's compiled attention kernel is not available here, so torch computes the
+attention. All other operations are vLLM's own Python code. Refusals are tested with one rank, and outputs with one and
+two ranks.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ MIB = 1 << 20
 
 
 def without_kernels() -> None:
-    """Replaces the compiled attention with torch's causal attention over the tokens of one request."""
+    """Replaces the compiled attention with torch's causal attention, for the tokens of one request."""
     from vllm.model_executor.custom_op import CustomOp
     from vllm.model_executor.layers import utils
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
@@ -43,7 +44,7 @@ def without_kernels() -> None:
         return output
 
     CPUAttentionBackendImpl.forward = forward
-    utils.check_cpu_sgl_kernel = lambda *_: False  # it is true on processors with AMX
+    utils.check_cpu_sgl_kernel = lambda *_: False  # true on processors with AMX
     CustomOp.dispatch_forward = lambda self, *_, **__: self.forward_native
 
 
@@ -59,7 +60,7 @@ def outputs(model: Any, config: Any, tokens: int) -> tuple[torch.Tensor, torch.T
 
 
 def streams(path: Path, plain: Path, where: tuple[int, int, int]) -> None:
-    """Streams a model while all layers, all but one or none are streamed, and compares outputs and weights."""
+    """Runs a model with all, all but one, or none of its layers streamed, and compares outputs and weights."""
     theirs, config = base.load(plain, *where, "safetensors")
     wanted = {tokens: outputs(theirs, config, tokens) for tokens in (1, 9)}
     layer = sum(parameter.nbytes for parameter in theirs.model.layers[0].parameters())
@@ -86,7 +87,7 @@ def streams(path: Path, plain: Path, where: tuple[int, int, int]) -> None:
 
 
 def compiles(path: Path, plain: Path, where: tuple[int, int, int]) -> None:
-    """Compiles a model like vLLM: it is divided at attention and at streamed layers, which have fixed slots."""
+    """Compiles a model as vLLM does. It is split at attention and at streamed layers, which have fixed slots."""
     from overwire._compat_api import stream_blocks
     from overwire.integrations.vllm.streaming import prepare_config
     from overwire.offloading.fixed import OPERATOR
@@ -134,7 +135,7 @@ def compiles(path: Path, plain: Path, where: tuple[int, int, int]) -> None:
 
 
 def away() -> None:
-    """Calls that would change or read offloaded weights are refused before the worker does anything."""
+    """Calls that would read or change offloaded weights are refused before the worker does anything."""
     from overwire.integrations import vllm as plug_in
 
     class Worker:

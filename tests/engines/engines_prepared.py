@@ -2,9 +2,9 @@
 
     PYTHONPATH=python:build/engines python tests/engines/engines_prepared.py
 
-Each model is loaded by vLLM itself, then by overwire, which keeps vLLM's processed state, and then from that state.
-Every parameter, buffer and attribute must be the same. Other cases are changed files, settings, damage, refusals,
-reloads and pushes, and two ranks.
+Each model is loaded by vLLM itself, then by overwire, which stores the state after vLLM's processing, and then from
+that state. Every parameter, buffer and attribute must be the same. Other cases are changed files and settings, damage,
+refusals, reloads, pushes, and two ranks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FP8 = {
 
 
 class Log:
-    """Collects messages of overwire's loader."""
+    """Collects the log messages of overwire's loader."""
 
     def __init__(self) -> None:
         from overwire.integrations.vllm import prepared
@@ -41,7 +41,7 @@ class Log:
     warning = info
 
     def take(self, words: str) -> str:
-        """Returns the first line with these words, and clears all lines."""
+        """Returns the first line that contains the words, and clears all lines."""
         lines, self.lines[:] = list(self.lines), []
         for line in lines:
             if words in line:
@@ -50,8 +50,8 @@ class Log:
 
 
 def start(path: Path, folder: Path, where: tuple[int, int, int], **more: Any) -> tuple[Any, Any]:
-    """Starts with prepared state in a folder, and waits until the state is written. more: other arguments of the
-    engine."""
+    """Starts an engine with prepared state in a folder, and waits until the state is written. more: other arguments of
+    the engine."""
     from overwire.integrations.vllm import prepared
 
     world, rank, port = where
@@ -90,8 +90,8 @@ def same(what: str, model: Any, theirs: Any) -> None:
 def starts(
     name: str, path: Path, folder: Path, log: Log, where: tuple[int, int, int], **more: Any
 ) -> tuple[dict[str, Any], Any, Any]:
-    """Compares a first and a later start with vLLM's own load. more: other arguments of the engine. Returns the tensors
-    of vLLM's load, and the later model with its configuration."""
+    """Compares a first and a later start with vLLM's own load. Returns the tensors of vLLM's load, and the model of the
+    later start with its configuration. more: other arguments of the engine."""
     slices = base.planned()
     own, _ = base.load(path, *where, "safetensors", **more)
     theirs = base.state(own), held(own)
@@ -108,7 +108,7 @@ def starts(
 
 
 def models(root: Path, log: Log, where: tuple[int, int, int], names: list[str]) -> None:
-    """Tests the first start of each model, a later start, and vLLM's reload of the later model."""
+    """Tests the first start of each model, a later start, and vLLM's reload after that."""
     import vllm
 
     for name in names:
@@ -125,8 +125,8 @@ def models(root: Path, log: Log, where: tuple[int, int, int], names: list[str]) 
 
 
 def with_fp8() -> None:
-    """Replaces vLLM's kernels for fp8, which need AMX and compiled code, with a function that only changes the layout
-    of the weights."""
+    """Replaces vLLM's fp8 kernels, which need AMX and compiled code, with a function that only changes the layout of
+    the weights."""
     from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUFp8BlockScaledMMKernel
     from vllm.model_executor.utils import replace_parameter
 
@@ -149,8 +149,8 @@ def rank_main(root: Path, world: int, rank: int, port: int, names: list[str]) ->
 
 
 def refusals(root: Path, log: Log, where: tuple[int, int, int]) -> None:
-    """After damage, changed files, other settings or foreign code, the usual load follows, with a logged reason and the
-    right weights."""
+    """After damage, or with changed files, other settings or other code, the model is loaded as usual with the right
+    weights, and the log gives the reason."""
     import torch
     from overwire.integrations.vllm import prepared
 
@@ -218,8 +218,8 @@ def fail(error: Exception, *_: Any) -> Any:
 
 
 def check_failed_starts(path: Path, folder: Path, where: tuple[int, int, int], log: Log, theirs: Any) -> None:
-    """If a model is deleted before the engine is ready, no state to write and no memory is left. If state cannot be
-    described, digested or written, the start still works."""
+    """If a model is deleted before the engine is ready, its memory is freed and no state is written. If the state
+    cannot be described, digested or written, the start still works."""
     from overwire.integrations.vllm import prepared
 
     model, _ = base.load(path, *where, "overwire", {"prepared": str(folder)})
@@ -241,7 +241,7 @@ def check_failed_starts(path: Path, folder: Path, where: tuple[int, int, int], l
 
 
 def check_hostile_records(path: Path, folder: Path, where: tuple[int, int, int], log: Log) -> None:
-    """A record is refused if it would replace a method with a value, or if it has a module that the model lacks."""
+    """A record is refused if it would replace a method with a value, or if it names a module that the model lacks."""
     from overwire.integrations.vllm import prepared
 
     find, note = prepared.keep_files.find_file, prepared.keep_files.note_refusal

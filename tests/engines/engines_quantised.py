@@ -1,11 +1,11 @@
-"""Compares quantised models loaded by slices with vLLM's own loads, method by method, on the CPU.
+"""Compares quantised models that are loaded by slices with vLLM's own loads, for each quantisation method, on the CPU.
 
     PYTHONPATH=python:build/engines33/vllm-0.33.0:build/engines python tests/engines/engines_quantised.py [CASE ...]
 
-vLLM makes each model as for a GPU. A checkpoint of random values is made from the model's own parameters, with fused
-ones split. vLLM itself and overwire load it in one process and in two ranks. Every parameter, buffer and plain
-attribute is compared before vLLM processes the weights and, if that needs no compiled kernel, afterwards. With the
-option `offload`, the values are compared after all layers have been streamed and restored.
+vLLM makes each model as for a GPU. Its parameters, with fused ones split, give a checkpoint of random values, which
+vLLM itself and overwire load in one process and in two ranks. Every parameter, buffer and plain attribute is compared
+before vLLM processes the weights and, if this needs no compiled kernel, afterwards. With the option `offload`, the
+values are compared after all layers have been streamed and restored.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SIXTEEN = {"strategy": "tensor_group", "group_size": 16}
 
 
 def numbers(bits: int, kind: str, more: dict[str, Any]) -> dict[str, Any]:
-    """Describes the numbers of weights or inputs like compressed-tensors."""
+    """Describes the number format of weights or inputs as compressed-tensors does."""
     return {"num_bits": bits, "type": kind, "symmetric": True, "dynamic": False, "observer": "minmax", **more}
 
 
@@ -117,7 +117,7 @@ KINDS = ("marlin_moe", "triton_moe")
 # Methods for which vLLM has no experts on CPUs.
 INTEGERS = ("GPTQ", "AWQ", "AutoRound", "W4A", "W8A16", "W8A8, int8", "Quark int8")
 
-# Methods for which vLLM accepts processed weights. Prepared state needs this.
+# Methods that accept weights which vLLM has already processed. Prepared state needs this.
 _EITHER = ("fp8", "fp8, static", "fp8, blocks", "ModelOpt NVFP4")
 PREPARED = frozenset(f"{kind}, {case}" for case in _EITHER for kind in BOTH) | {
     f"dense, {case}" for case in ("ModelOpt MXFP8", "MXFP8", "int8 from bf16")
@@ -146,7 +146,7 @@ def choose_as_on_a_gpu() -> None:
         for kernel in table[PlatformEnum.CUDA]:
             for test in {"is_supported", "can_implement"}.intersection(dir(kernel)):
                 setattr(kernel, test, classmethod(lambda *_: (True, None)))
-        # Kernels that process weights in Python are first.
+        # Kernels that process weights in Python come first.
         every = sorted(table[PlatformEnum.CUDA], key=lambda kernel: "Emulation" not in kernel.__name__)
         table[PlatformEnum.CPU] = every
     for found in pkgutil.iter_modules(experts.__path__):
@@ -173,7 +173,8 @@ def as_on_a_gpu() -> Iterator[None]:
 
 
 class Starts:
-    """Makes models as for a GPU. Keeps the state of each model before it was processed, and the error of processing."""
+    """Makes models as for a GPU. Keeps the state of each model before its weights are processed, and the error if
+    processing fails."""
 
     def __init__(self) -> None:
         from vllm.model_executor.model_loader import base_loader
@@ -192,7 +193,7 @@ class Starts:
         self.before, self.failed = everything(model), ""
         try:
             self._process(model, *more)
-        except Exception as error:  # without a kernel here, processing fails in both loads
+        except Exception as error:  # where the kernel is missing, processing fails in both loads
             self.failed = f"{type(error).__name__}: {error}".splitlines()[0]
 
 
@@ -202,7 +203,7 @@ def everything(model: Any) -> dict[str, Any]:
     holders = [*model.named_modules(), *model.named_parameters()]
     for path, holder in holders:
         for name, value in vars(holder).items():
-            if name in ("_overwire_model", "training"):  # several models share the modules for positions
+            if name in ("_overwire_model", "training"):  # models share the modules for positions
                 continue
             if isinstance(value, (bool, int, float, str, torch.dtype, torch.Size)):
                 out[f"{path}: {name}"] = torch.tensor(list(repr(value).encode()))
@@ -210,11 +211,11 @@ def everything(model: Any) -> dict[str, Any]:
 
 
 def values(name: str, shape: list[int], dtype: torch.dtype) -> torch.Tensor:
-    """Returns random values for a parameter of a checkpoint."""
+    """Returns random values for a parameter in a checkpoint."""
     if dtype in (torch.int32, torch.int64, torch.uint8, torch.int8):
         info = torch.iinfo(dtype)
         return torch.randint(info.min, info.max, shape, dtype=torch.int64).to(dtype)
-    if "input" in name:  # equal for all parts of a fused projection
+    if "input" in name:  # the same for all parts of a fused projection
         return torch.full(shape, 0.02).to(dtype)
     return (torch.rand(shape) * 0.02 + 0.01 if "scale" in name else torch.randn(shape) * 0.02).to(dtype)
 
@@ -321,7 +322,7 @@ class Log:
 
 
 def compare(root: Path, case: str, kind: str, where: Where, starts: Starts, log: Log) -> None:
-    """Loads a model with vLLM itself and with overwire: with defaults, with `plan` and with `offload`."""
+    """Loads a model with vLLM itself and with overwire, which uses its defaults, `plan` and `offload`."""
     from overwire.integrations.vllm.methods import COPIED
     from vllm.model_executor.model_loader import get_model
 

@@ -32,7 +32,7 @@ def refused(words: str, call: Any) -> None:
 
 
 class Fused(torch.nn.Module):
-    """A model with rows of q, k and v in one parameter, and half of the output's columns in another."""
+    """A model that has rows of q, k and v in one parameter, and half of the output's columns in another."""
 
     reads = False
 
@@ -53,7 +53,7 @@ class Fused(torch.nn.Module):
 
 
 class Computes(Fused):
-    """A Fused with a loader that computes with the data."""
+    """Like Fused, but its loader computes with the data."""
 
     reads = True
 
@@ -74,8 +74,8 @@ def planned(loader: Any, folder: str, tensors: dict[str, torch.Tensor]) -> None:
 
 
 def updated(base: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """SGLang's updater loads all weights, some weights, a folder that fails, and the weights again in the rollback. The
-    updater's loader has not loaded a model before."""
+    """SGLang's updater loads all weights, some weights, a folder that fails, and, for the rollback, the earlier
+    weights. Its loader has not loaded a model before."""
     from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
 
     at = "model.layers.0.self_attn."
@@ -123,7 +123,7 @@ def updated(base: Path, tensors: dict[str, torch.Tensor]) -> None:
 
 
 def read_hosted(folder: str) -> dict[str, torch.Tensor]:
-    """Reads a model with the option host."""
+    """Loads a model with the option `host`."""
     from sglang.srt.configs.load_config import LoadConfig
     from sglang.srt.model_loader.loader import DefaultModelLoader, get_model_loader
 

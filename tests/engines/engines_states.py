@@ -1,10 +1,10 @@
-"""Tests in vLLM's real code on the CPU that prepared state works with an engine's operations on a model.
+"""Tests in vLLM's real code on the CPU that prepared state works with what an engine does to a model.
 
     PYTHONPATH=python:build/engines python tests/engines/engines_states.py [PART...]
 
 The cases are KV cache scales, LoRA, drafts, and pipeline stages. Each model is loaded by vLLM itself, then by overwire,
-which keeps vLLM's processed state, and then from that state. Every parameter, buffer and attribute must be the same.
-Models made from prepared state are then pushed to and put to sleep.
+which stores the state after vLLM's processing, and then from that state. Every parameter, buffer and attribute must be
+the same. Models made from prepared state then receive pushes and sleep.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Where = tuple[int, int, int]
 
 
 def compare_scales(root: Path, log: kept.Log, where: Where) -> None:
-    """Compares the KV cache scales of a checkpoint. The layers have them in buffers and as numbers."""
+    """Compares the KV cache scales of a checkpoint, which layers have as buffers and as numbers."""
     tensors = base.quantised(base.weights(kept.FP8), 16, 32)
     for n in range(base.LAYERS):
         at = f"model.layers.{n}.self_attn."
@@ -98,7 +98,7 @@ def compare_adapters(root: Path, log: kept.Log, where: Where) -> None:
 
 
 def load_draft(kind: str, config: Any, target: Any) -> Any:
-    """Loads a draft with vLLM's proposer and shares the target's parts with it."""
+    """Loads a draft with vLLM's proposer, which shares parts of the target with it."""
     from vllm.config import set_current_vllm_config
     from vllm.v1.spec_decode.draft_model import DraftModelProposer
     from vllm.v1.spec_decode.eagle import EagleProposer
@@ -115,7 +115,7 @@ def load_draft(kind: str, config: Any, target: Any) -> Any:
 
 
 def compare_drafts(root: Path, log: kept.Log, where: Where) -> None:
-    """Loads drafts with their models. Drafts have separate prepared state. One draft shares the model's head and
+    """Loads models with drafts. A draft has prepared state of its own. One draft shares the model's head and
     embeddings, the other is a small complete model."""
     from overwire.integrations.vllm import prepared
 
@@ -159,7 +159,7 @@ def compare_stages(root: Path, log: kept.Log, where: Where) -> None:
 
 
 def compare_pushes(root: Path, log: kept.Log, where: Where) -> None:
-    """Pushes a trainer's weights into a model made from prepared state. The result equals a load of the pushed
+    """Pushes a trainer's weights into a model made from prepared state. The result is the same as after loading these
     weights."""
     from overwire.integrations.vllm import transfer
     from vllm.config.weight_transfer import WeightTransferConfig
@@ -214,8 +214,8 @@ def tensors_of(model: Any) -> list[torch.Tensor]:
 
 
 def compare_sleep(root: Path, log: kept.Log, where: Where) -> None:
-    """If a model is put to sleep while its state is written, the writing ends first. Models made from prepared state
-    also sleep."""
+    """If a model is put to sleep while its state is being written, the writing ends first. Models made from prepared
+    state can also sleep."""
     from overwire.integrations import vllm as plugin
     from overwire.integrations.vllm import prepared, sleeping
     from vllm import device_allocator

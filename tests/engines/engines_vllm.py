@@ -128,7 +128,7 @@ def folder(path: Path, config: dict[str, Any], tensors: dict[str, Any], compress
 
 
 def plug_in(base: Path) -> Path:
-    """Makes a folder for the import path that has the wheel's entry points, as after an installation with pip."""
+    """Makes a folder for the import path with the wheel's entry points, as pip would install them."""
     sys.path.insert(0, str(ROOT))
     import setup
 
@@ -214,7 +214,7 @@ def without_kernels() -> None:
 
 
 def planned() -> list[int]:
-    """Returns a list. Each plan that is executed appends its number of slices."""
+    """Returns a list to which each executed plan appends its number of slices."""
     from overwire.integrations.load_plan import copies
 
     out: list[int] = []
@@ -229,7 +229,7 @@ def planned() -> list[int]:
 
 
 def reads() -> list[int]:
-    """Returns a list. Each shared load appends the number of bytes that this rank has read."""
+    """Returns a list to which each shared load appends the number of bytes that this rank has read."""
     from overwire.integrations.load_plan import run_plan
 
     read: list[int] = []
@@ -294,7 +294,7 @@ def rank_main(base: Path, world: int, rank: int, port: int, urls: list[str]) -> 
 
 
 def from_store(base: Path, rank: int, port: int, url: str) -> None:
-    """Two ranks share the reads from a store by default."""
+    """By default, two ranks share the reads from a store."""
     without_kernels()
     read = reads()
     at = base / "llama"
@@ -314,7 +314,7 @@ def shared(path: Path, read: list[int]) -> None:
     every: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(every, read[0] if len(read) == 1 else None)
     stored = sum(file.stat().st_size for file in path.glob("*.safetensors"))
-    most = 1.5 if path.parent.name == "experts" else 1.05  # each rank also reads small gaps between its experts
+    most = 1.5 if path.parent.name == "experts" else 1.05  # ranks also read the small gaps between their experts
     if None in every or sum(every) > most * stored:
         raise SystemExit(f"{path}: the ranks have read {every} bytes of {stored}")
     print(f"    the ranks read {every} bytes, {sum(every) / stored:.3f} of the files", flush=True)
@@ -340,7 +340,7 @@ def bytes_read() -> int:
 
 
 def joins(path: Path, port: int) -> None:
-    """A load uses the data of a preload in this process."""
+    """A load uses the data of a preload in the same process."""
     import overwire
 
     size = sum(file.stat().st_size for file in path.glob("*.safetensors"))
@@ -361,8 +361,8 @@ def load_hosted(path: Path, port: int) -> Any:
 
 
 def check_host_store(differ: Callable[[], Any]) -> None:
-    """Loads a model that the host store does not have, and then again from the store. differ: loads the model, and
-    returns the differences."""
+    """Loads a model that the host store does not have, and then loads it again from the store. differ: loads the model
+    and returns what differs."""
     import overwire
 
     for source in ("files", "host store"):
@@ -464,7 +464,7 @@ def host_entries() -> list[dict[str, Any]]:
 
 @contextlib.contextmanager
 def plugged_folder(prefix: str) -> Iterator[tuple[Path, dict[str, str]]]:
-    """Makes a temporary folder with overwire as a plug-in, and yields it with the environment of a rank."""
+    """Makes a temporary folder in which overwire is installed as a plug-in. Yields it and the environment of a rank."""
     root = Path(tempfile.mkdtemp(prefix=prefix))
     try:
         yield root, environment(root, plug_in(root))
@@ -473,7 +473,7 @@ def plugged_folder(prefix: str) -> Iterator[tuple[Path, dict[str, str]]]:
 
 
 def run_ranks(script: str, root: Path, world: int, names: Iterable[str], env: dict[str, str]) -> None:
-    """Runs a script once for each rank. The script calls `run_as_rank`. Raises SystemExit unless all ranks succeed."""
+    """Runs a script, which calls `run_as_rank`, once for each rank. Raises SystemExit unless all ranks succeed."""
     command, port = [sys.executable, script, "--rank", str(root), str(world)], str(free_port())
     runs = [subprocess.Popen([*command, str(rank), port, *names], env=env) for rank in range(world)]
     try:
@@ -486,8 +486,8 @@ def run_ranks(script: str, root: Path, world: int, names: Iterable[str], env: di
 
 
 def run_as_rank(rank_main: Callable[[Path, int, int, int, list[str]], None]) -> bool:
-    """Returns whether `run_ranks` has started this process. If so, first calls rank_main with the folder, the number of
-    ranks, this rank, the port to connect to, and the names."""
+    """If `run_ranks` has started this process, calls rank_main with the folder, the number of ranks, this rank, the
+    port to connect to, and the names. Returns whether it has."""
     if sys.argv[1:2] != ["--rank"]:
         return False
     root, world, rank, port, *names = sys.argv[2:]
@@ -504,7 +504,7 @@ def main() -> None:
             folder(root / name / "plain", config, tensors, False)
             folder(root / name / "compressed", config, tensors, True)
         with overwire_serve(root) as url:
-            # With "mapped", two ranks share the reads.
+            # With the transport "mapped", two ranks share the reads.
             for world, how, urls in ((1, "mapped", []), (2, "mapped", []), (2, "auto", [url])):
                 run_ranks(__file__, root, world, urls, env | {"OVERWIRE_EXCHANGE": how})
         print("all loads equal vLLM's own")

@@ -1,6 +1,6 @@
 """Loads a model with transformers' tensor-parallel plan in two ranks, unpatched and under `patch_safetensors`. Compares
 each rank's shards byte for byte, and prints how many bytes each rank has read. `test_transformers.py` runs this program
-with each release. The argument is an empty folder. The last line is "ok" and the release."""
+with each release. The argument is an empty folder. The last line of output is "ok" and the release."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def reads() -> int:
 
 
 def check(folder: Path, kind: str) -> None:
-    """Asserts that a model's shards equal those of the unpatched load, and that compressed files are only partly
-    read."""
+    """Asserts that a model's shards are the same as after the unpatched load, and that only part of a compressed file
+    is read."""
     five = int(transformers.__version__.split(".")[0]) >= 5
     if not five:  # torch 2.11 refuses the Shard(-1) of its plans, and all weights here have two dimensions
         import transformers.integrations.tensor_parallel as plans
@@ -97,7 +97,7 @@ def main() -> None:
         check(root / kind, kind)
         dist.barrier()
     dist.destroy_process_group()
-    # This is one write, so that the output of the other rank cannot interrupt it.
+    # The line is written at once, so that the other rank's output cannot be in the middle of it.
     print(f"{'ok' if RANK else 'done'} {transformers.__version__}\n", end="", flush=True)
 
 

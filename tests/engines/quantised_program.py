@@ -1,7 +1,7 @@
 """Loads models in quantisers' formats with this interpreter's transformers, unpatched and under `patch_safetensors`,
 from plain and compressed files, and quantises while loading. Compares every part of every tensor byte for byte.
 `test_quantised.py` runs this program with each release. The first argument is an empty folder, the others are names of
-cases. Prints for each case that it is equal or why it cannot run. The last line is "ok" and the release."""
+cases. Prints for each case that it matches, or why it cannot run. The last line is "ok" and the release."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Missing(Exception):
 
 
 def parts(name: str, tensor: Any) -> Iterator[tuple[str, Any]]:
-    """Yields the plain tensors of which a tensor consists, and its other contents."""
+    """Yields the plain tensors that a tensor consists of, and its other contents."""
     if hasattr(type(tensor), "__tensor_flatten__") or hasattr(tensor, "tensor_data_names"):
         inner, rest = tensor.__tensor_flatten__()
         yield f"{name}: {type(tensor).__name__}", repr(rest)
@@ -80,8 +80,8 @@ def same(want: Any, got: Any, what: Any) -> int:
 
 def compare(folder: Path, nibbles: int = 0, answers: bool = False, **more: Any) -> int:
     """Compares the unpatched load of `plain` with patched loads of plain and compressed files, and asserts that no load
-    changes a file. nibbles: the least number of tensors that are compressed as packed 4-bit numbers. answers: also
-    compares the models' outputs."""
+    changes a file. nibbles: how many tensors must at least be compressed as packed 4-bit numbers. answers: whether to
+    compare the models' outputs as well."""
     more = {"device_map": "cpu", "dtype": "auto"} | more
     if not (folder / "packed").exists():
         ow.convert(folder / "plain", folder / "packed")
@@ -135,7 +135,8 @@ def while_loading(folder: Path, config: Any, saved: bool = True) -> int:
 def replaced(
     model: Any, parts: Callable[[torch.Tensor], dict[str, torch.Tensor]], end: Any = "proj.weight"
 ) -> dict[str, torch.Tensor]:
-    """Returns the tensors of a model. Tensors with matching names are replaced by the parts that a quantiser stores."""
+    """Returns the tensors of a model, in which those with matching names are replaced by the parts that a quantiser
+    stores."""
     tensors = {}
     for name, tensor in model.state_dict().items():
         found = (
@@ -148,7 +149,7 @@ def replaced(
 
 
 def written(folder: Path, model: Any, quantisation: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
-    """Writes a checkpoint with two files, as a quantiser would."""
+    """Writes a checkpoint of two files, as a quantiser would."""
     model.config.architectures = [type(model).__name__]
     model.config.dtype = "bfloat16"
     model.config.save_pretrained(folder / "plain")
@@ -221,7 +222,8 @@ def compressed_fp8(folder: Path) -> int:
 
 
 def packed(values: torch.Tensor, order: tuple[int, ...] = (0, 1, 2, 3, 4, 5, 6, 7)) -> torch.Tensor:
-    """Packs eight numbers below 16 of the last dimension into each I32. The first of `order` is in the low bits."""
+    """Packs eight numbers below 16 along the last dimension into each I32. The first number of `order` gets the low
+    bits."""
     eights = values.long().unflatten(-1, (-1, 8))[..., list(order)]
     return (eights << torch.arange(0, 32, 4)).sum(-1).to(torch.int32)
 
@@ -237,7 +239,8 @@ def rounded(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
 
 
 def gptq(folder: Path) -> int:
-    """Tests 4-bit GPTQ with columns in the order of activations: qweight and qzeros packed in I32, scales, g_idx."""
+    """Tests 4-bit GPTQ with columns in the order of activations (g_idx): qweight and qzeros packed in I32, and
+    scales."""
     need("gptqmodel", "optimum")
     model = llama()
 
@@ -278,9 +281,9 @@ def awq(folder: Path) -> int:
 
 
 def _autoawq() -> None:
-    """Makes AutoAWQ importable. transformers 4.57 uses it to load AWQ, but AutoAWQ does not support this release, and
-    its CPU layers need Intel's kernels. Loading uses the real layers and transformers' real code. Only parts that
-    loading does not use are replaced, so the model cannot compute."""
+    """Makes AutoAWQ importable, which transformers 4.57 needs to load AWQ. AutoAWQ does not support this release, and
+    its CPU layers need Intel's kernels. Only what loading does not use is replaced: the layers and transformers' code
+    are the real ones, but the model cannot compute."""
     need("autoawq")
     transformers.activations.PytorchGELUTanh = transformers.activations.GELUTanh  # the former name of the class
     kernels = "intel_extension_for_pytorch"

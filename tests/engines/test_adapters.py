@@ -1,4 +1,4 @@
-"""Tests the ModelExpress integration with small stand-ins that follow its sources."""
+"""Tests the ModelExpress integration with small stand-ins that are modelled on its sources."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def execute_load_strategies(model, ctx, strategies):
 
 @pytest.fixture(scope="module")
 def programs(engines: Path) -> Path:
-    """Makes the folder with the stand-ins for vLLM and ModelExpress."""
+    """Makes a folder with the stand-ins for vLLM and ModelExpress."""
     for name, text in EXPRESS.items():
         path = engines / f"{name}.py"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -126,7 +126,7 @@ def programs(engines: Path) -> Path:
 
 
 def test_modelexpress(programs: Path, model: Path) -> None:
-    """For a compressed model, the chain has overwire's strategy before the strategies that read files."""
+    """For a compressed model, overwire's strategy comes before the strategies of the chain that read files."""
     code = """
 import modelexpress.load_strategy as strategies
 register()  # after the import, a second time
@@ -159,8 +159,8 @@ assert "overwire" not in [one[0] for one in strategies.tried]
 
 
 def test_modelexpress_in_phases(programs: Path, model: Path, tmp_path: Path) -> None:
-    """If the chain itself prepares, processes and registers, overwire's strategy only loads, even in a reload. A
-    plug-in file adds the strategy only once."""
+    """If the chain itself prepares, processes and registers the model, overwire's strategy only loads it, even in a
+    reload. A plug-in file adds the strategy only once."""
     for name, text in {**EXPRESS, **EXPRESS_PHASED}.items():
         path = tmp_path / f"{name}.py"
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Tests the facts that identify the files of a model whose processed state is stored, without an engine."""
+"""Tests, without an engine, how the files of a model are identified when its processed state is stored."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from overwire.integrations.kept_model.identify_files import identify_files
 
 @pytest.mark.parametrize("is_list", [True, False])
 def test_other_weights_in_files_of_the_same_size_and_time(tmp_path: Path, is_list: bool) -> None:
-    """Two plain files differ only in the bytes of one tensor, and have the same size and time of modification, as in
-    images and reproducible builds. Their facts differ, whichever tensor it is."""
+    """Plain files that differ only in one tensor, and have the same size and modification time, as in container images
+    and reproducible builds, are told apart, whichever tensor differs."""
     weights = {f"layer.{n}": torch.randn(n * 300 + 1, 7) for n in range(30)} | {"large": torch.randn(5_000_000)}
     path = tmp_path / "model.safetensors"
 
@@ -31,7 +31,8 @@ def test_other_weights_in_files_of_the_same_size_and_time(tmp_path: Path, is_lis
 
 
 def test_compressed_files_are_identified_by_their_checksums(tmp_path: Path) -> None:
-    """A compressed file has the same facts after a copy at another time, and no samples are read."""
+    """A copy of a compressed file with another time is identified as the same file, without reading samples of its
+    data."""
     path = tmp_path / "model.safetensors"
     ow.save_file({"w": torch.randn(300, 300)}, path)
     before = list(identify_files(str(path)))

@@ -1,4 +1,4 @@
-"""Tests the files from which level-2 sleep restores a memory pool. vLLM is not needed.
+"""Tests, without vLLM, the files from which level-2 sleep restores a memory pool.
 
 test_vllm_sleep.py tests the sleep back end, and tests/engines/engines_level2.py runs it in vLLM's real code.
 """
@@ -24,7 +24,7 @@ Pool = dict[int, torch.Tensor]
 
 
 class Log:
-    """Collects messages."""
+    """Collects log messages."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -36,7 +36,7 @@ class Log:
 
 
 def make_pool(seed: int = 3, at: int = 1000) -> Pool:
-    """Returns allocations of several dtypes and sizes, one of them with an odd size."""
+    """Returns allocations of several dtypes and sizes. One size is odd."""
     made = torch.Generator().manual_seed(seed)
     tensors = [
         torch.randn(40_000, generator=made).mul_(0.02).to(dtype)
@@ -54,7 +54,7 @@ def stored(folder: Path, pool: Pool, facts: str = "files", log: Log | None = Non
 
 
 def discard(pool: Pool) -> Callable[[], Pool]:
-    """Overwrites a pool, like a level-2 sleep."""
+    """Overwrites a pool, as a level-2 sleep does."""
     for tensor in pool.values():
         tensor.view(torch.uint8).fill_(0xAB)
     return lambda: pool
@@ -67,8 +67,8 @@ def assert_equal(pool: Pool, want: Pool) -> None:
 
 
 def test_equal_workers_share_one_file(tmp_path: Path) -> None:
-    """A pool can be restored bit for bit, many times. A worker with the same bytes at other addresses uses the same
-    file. If the bytes or the model's files differ, the file has another name."""
+    """A pool can be restored bit for bit, any number of times. A worker with the same bytes at other addresses uses the
+    same file. If the bytes or the model's files differ, another file is used."""
     log = Log()
     one, other = make_pool(), make_pool(at=9000)
     images = [stored(tmp_path, one, log=log), stored(tmp_path, other, log=log)]
@@ -159,8 +159,8 @@ def test_wrong_files_are_never_restored(tmp_path: Path, name: str) -> None:
 
 
 def test_a_full_disk_leaves_no_file(tmp_path: Path) -> None:
-    """If the file cannot be written, nothing is left, and a log line gives the reason. A failed mapping can be
-    repeated."""
+    """If the file cannot be written, nothing is left, and a log line gives the reason. If mapping memory for a wake
+    fails, the wake can be repeated."""
     log, pool = Log(), make_pool()
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limit[1]))  # Python ignores the signal
@@ -178,8 +178,8 @@ def test_a_full_disk_leaves_no_file(tmp_path: Path) -> None:
 
 
 def test_a_killed_writer_leaves_no_visible_file(tmp_path: Path) -> None:
-    """If a worker is killed while it writes, it leaves only a hidden file. No worker uses this file, and the next
-    writer removes it."""
+    """A worker that is killed while it writes leaves only a hidden file. No worker uses this file, and the next writer
+    removes it."""
     program = f"""
 import sys, torch
 from overwire.integrations.vllm.image import PoolImage

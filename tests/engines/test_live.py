@@ -1,7 +1,7 @@
 """Tests pushes of weights from a trainer to running models, by files, stores and a process group.
 
 tests/engines/engines_live.py pushes to vLLM's real code. These tests cover the functions that vLLM's workers use, and
-vLLM's engine with stand-ins for its modules.
+the engine's calls with stand-ins for vLLM's modules.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SHARED = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[1])}
 
 
 class Fused(torch.nn.Module):
-    """One rank of a model. One parameter has rows of q, k and v, another has half of the columns of o."""
+    """One rank's part of a model. One parameter has rows of q, k and v, another has half of the columns of o."""
 
     whole_o = False
 
@@ -75,8 +75,8 @@ def places(model: Fused) -> Places:
 
 
 def test_pushes_are_loaded_in_place(tmp_path: Path) -> None:
-    """The loader runs once for all pushes of the same tensors. It runs again for other tensors, and if the memory of a
-    parameter has moved. Parameters keep their memory."""
+    """The model's loader runs once for all pushes of the same tensors. It runs again for other tensors, and after the
+    memory of a parameter has moved. Parameters keep their memory."""
     model, publisher = Fused(), Publisher(tmp_path / "pushes")
     into = places(model)
     at = model.qkv.data_ptr()
@@ -97,7 +97,7 @@ def test_pushes_are_loaded_in_place(tmp_path: Path) -> None:
 
 
 def test_a_number_is_loaded_by_each_push(tmp_path: Path) -> None:
-    """If the loader needs values as data, they are read again for each push."""
+    """If the loader computes with a value, the value is read again for each push."""
     model, publisher = Fused(), Publisher(tmp_path)
     into = places(model)
     for seed in range(3):
@@ -107,7 +107,7 @@ def test_a_number_is_loaded_by_each_push(tmp_path: Path) -> None:
 
 
 def test_a_model_with_a_loader_that_computes_is_not_changed(tmp_path: Path) -> None:
-    """If a model cannot be loaded by slices, it is not changed, and the caller loads it as usual."""
+    """If a model cannot be loaded by slices, a push leaves it unchanged, and the caller loads it as usual."""
     model, publisher = Fused(), Publisher(tmp_path)
     model.reads = True
     with publisher.push(tensors(1)) as push:
@@ -116,7 +116,8 @@ def test_a_model_with_a_loader_that_computes_is_not_changed(tmp_path: Path) -> N
 
 
 def test_missing_weights_and_damaged_pushes(tmp_path: Path) -> None:
-    """A loader reports missing weights. A damaged push raises an error, and no other loader is tried."""
+    """If weights are missing, the model's loader reports them. A damaged push raises an error, and no other loader is
+    tried."""
     model, publisher = Fused(), Publisher(tmp_path)
 
     def strict(given: Any) -> None:
@@ -151,8 +152,8 @@ def nudged(before: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def test_deltas_are_applied_in_place(tmp_path: Path) -> None:
-    """The first push is whole. A push after an error, a push of other tensors, and a push with whole=True are also
-    whole. A tensor that the model uses twice is changed in both uses."""
+    """The first push has whole tensors. So do a push after an error, a push of other tensors, and a push with
+    whole=True. A tensor that the model uses twice changes in both places."""
     model, publisher = Fused(), Publisher(tmp_path, deltas=True)
     model.whole_o = True
     model.twice = torch.nn.Parameter(torch.zeros(32, 32, dtype=torch.bfloat16), requires_grad=False)
@@ -191,7 +192,7 @@ def test_deltas_are_applied_in_place(tmp_path: Path) -> None:
 
 
 def test_a_delta_needs_a_loader_that_copies(tmp_path: Path) -> None:
-    """If a loader computes, a delta is refused with a clear message, and nothing changes."""
+    """If the model's loader computes, a delta is refused with a clear message, and nothing changes."""
     model = Fused()
     model.reads = True
     overwire.save_delta(nudged(tensors(1)), tensors(1), tmp_path / "d.safetensors")
@@ -202,7 +203,7 @@ def test_a_delta_needs_a_loader_that_copies(tmp_path: Path) -> None:
 
 @pytest.mark.imports_torch
 def test_ranks_apply_deltas_to_their_shares(tmp_path: Path) -> None:
-    """Two ranks divide one tensor by columns and one by rows. For a delta, they gather each tensor, compare it with the
+    """Two ranks share one tensor by columns and one by rows. For a delta, they gather each tensor, compare it with the
     delta's base, and take their shares. If one rank lacks the base or the delta, both ranks fail and nothing
     changes."""
     with socket.socket() as s:
@@ -219,7 +220,7 @@ def test_ranks_apply_deltas_to_their_shares(tmp_path: Path) -> None:
 
 
 def answers(lines: Iterable[str]) -> Iterator[str]:
-    """Yields the lines that a test process prints. Messages of gloo in torch 2.10 about connections are left out."""
+    """Yields the lines that a test process prints, without gloo's messages about connections (torch 2.10)."""
     return (line for line in lines if not line.startswith("[Gloo]"))
 
 
@@ -287,8 +288,9 @@ def ended(process: subprocess.Popen[str]) -> Iterator[None]:
 
 @pytest.mark.imports_torch
 def test_pushes_through_a_process_group() -> None:
-    """Two worker processes get every push of a trainer from memory. If a push has a wrong size or number for a rank, or
-    a rank exits without an answer, all ranks refuse the push before they allocate memory. Later pushes work."""
+    """Two worker processes get every push of a trainer from memory. If the size or number of a push is wrong for a
+    rank, or a rank exits without an answer, all ranks refuse the push before they allocate memory. Later pushes
+    work."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
@@ -544,8 +546,8 @@ def stand_ins(folder: Path, modules: dict[str, str]) -> None:
 
 
 def test_vllm_transfers_weights(tmp_path: Path) -> None:
-    """The trainer pushes, and the engine loads the push in place. If vLLM has changed the weights after loading, the
-    engine uses vLLM's own reload."""
+    """The trainer pushes weights, and the engine loads them in place. If vLLM has changed the weights after loading,
+    the engine uses vLLM's own reload."""
     stand_ins(tmp_path / "vllm", {**test_vllm.VLLM, **TRANSFER})
     test_vllm.run(tmp_path, test_vllm.REGISTER + test_vllm.PRELUDE + WORKER + ENGINE, tmp_path, tmp_path / "pushes")
 

@@ -35,7 +35,7 @@ def store(request: pytest.FixtureRequest) -> Iterator[Store]:
 
 
 def states() -> list[dict[str, Any]]:
-    """Returns the states of a model: at the start and after two training steps."""
+    """Returns three states of a model: at the start, and after each of two training steps."""
     rng = np.random.default_rng(7)
     made = [
         {
@@ -57,8 +57,8 @@ def same(got: dict[str, Any], want: dict[str, Any]) -> bool:
 
 
 def test_deltas_in_a_store(store: Store) -> None:
-    """A delta in one file, a delta in shards, and a chain of both are written to a store and applied from there. New
-    shards replace old shards. A refused delta changes nothing."""
+    """A delta in one file, a delta in shards, and a chain of both can be written to a store and applied from there. New
+    shards replace old ones. A refused delta changes nothing."""
     options, base = store
     old, mid, new = states()
     reach: Any = {"storage_options": options}
@@ -77,7 +77,7 @@ def test_deltas_in_a_store(store: Store) -> None:
     ow.apply_delta(live, [one, two + "delta.safetensors.index.json"], **reach)
     assert same(live, new)
     merged = base + "merged.safetensors"
-    for limit in (1, 5000, None):  # fewer shards with each save, at last one file
+    for limit in (1, 5000, None):  # fewer shards with each save, and finally one file
         if limit is None:
             with pytest.raises(ow.ArgumentError, match="index.json"):
                 ow.merge_deltas([one, two], merged, **reach)
@@ -93,7 +93,7 @@ def test_deltas_in_a_store(store: Store) -> None:
 
 class Quiet(SimpleHTTPRequestHandler):
     def handle_one_request(self) -> None:
-        with contextlib.suppress(ConnectionError):  # the reader does not wait for the body of an error
+        with contextlib.suppress(ConnectionError):  # the client does not wait for the body of an error
             super().handle_one_request()
 
     def log_message(self, *_: object) -> None:
@@ -152,8 +152,8 @@ assert torch.equal(model.qkv.weight, before)
 
 
 def test_vllm_accepts_pushes_from_a_store(store: Store, tmp_path: Path) -> None:
-    """The trainer pushes whole weights and deltas to the engine. If a delta has another base, it is refused, and the
-    next push is whole. If a worker may not read, its error contains no secrets."""
+    """The trainer pushes whole weights and deltas to the engine. A delta with another base is refused, and the next
+    push has whole weights. The error of a worker that may not read contains no secrets."""
     options, base = store
     test_live.stand_ins(tmp_path / "vllm", {**test_vllm.VLLM, **test_live.TRANSFER})
     code = test_vllm.REGISTER + test_vllm.PRELUDE + test_live.WORKER + CARRIED

@@ -1,4 +1,4 @@
-"""Tests prepared state without an engine: taking and restoring tensors, descriptions, files and folders.
+"""Tests prepared state without an engine: storing and restoring tensors, describing models, files and folders.
 
 tests/engines/engines_prepared.py makes models from it in vLLM's real code.
 """
@@ -30,11 +30,11 @@ from overwire.integrations.load_plan import copies
 
 
 class Weight(torch.nn.Parameter):
-    """A weight with attributes, like those of engines. One attribute is a method of its layer."""
+    """A weight with attributes, as in an engine. One attribute is a method of its layer."""
 
 
 class Guarded(torch.nn.Parameter):
-    """A parameter with the property loader. After processing, its replacement has a plain attribute loader."""
+    """A parameter with a property `loader`. Processing replaces it by a parameter with a plain attribute `loader`."""
 
     @property
     def loader(self) -> Any:
@@ -84,7 +84,8 @@ class Model(torch.nn.Module):
 
 
 def processed() -> Model:
-    """Returns a model after processing. In its layers, `gone` was removed, and `guarded` and `ratio` were replaced."""
+    """Returns a model as it is after processing: in its layers, `gone` was removed, and `guarded` and `ratio` were
+    replaced."""
     model = Model()
     for layer in (model.one, model.two):
         del layer.gone
@@ -111,7 +112,7 @@ def made(path: str, record: Any, kind: Callable[[], torch.nn.Module] = Model) ->
         tensors = put_tensors(model, arriving, record["names"], "engine")
         arriving.finish_loading()
     if kind is Model:
-        model.one.table = model.one.scale.detach()  # as after processing
+        model.one.table = model.one.scale.detach()  # as processing would leave them
     match_processed(model, record["names"], tensors)
     return model
 
@@ -144,12 +145,12 @@ def test_a_model_is_restored_completely(tmp_path: Path) -> None:
     again.one.weight.data[2] = 7
     assert torch.equal(again.one.part[0], torch.full((12,), 7.0))
 
-    # Values are restored in buffers and in tensors that are neither parameters nor buffers.
+    # Buffers, and tensors that are neither parameters nor buffers, have their values.
     assert again.one.map.tolist() == [0, 1, 2, 3, 4]
     assert torch.equal(again.two.table, model.two.table)
     assert "passing" in again.one._non_persistent_buffers_set
 
-    # Removed and absent parameters stay so.
+    # Parameters that are absent or were removed stay absent.
     assert not hasattr(again.one, "gone")
     assert again.absent is None
 
@@ -158,8 +159,8 @@ def test_a_model_is_restored_completely(tmp_path: Path) -> None:
 
 
 def test_unsupported_models_are_refused(tmp_path: Path) -> None:
-    """A model is refused if its tensors share only part of their memory, have no memory, or have a class, a shape or
-    attributes that only processing sets."""
+    """A model is refused if its tensors overlap only partly or have no memory of their own. A record is refused if a
+    tensor has another class, shape or attribute in it than in the new model."""
     model = Model()
     memory = torch.arange(12.0)
     model.one.table, model.two.table = memory[:8], memory[4:]
@@ -182,7 +183,7 @@ def test_unsupported_models_are_refused(tmp_path: Path) -> None:
 
 
 def test_the_description_shows_every_change() -> None:
-    """The description shows each change: of a flag, an entry of a list, a tensor in an object, a function, or a
+    """The description of a model changes with a flag, an entry of a list, a tensor in an object, a function, or a
     class."""
 
     class Kernel:
@@ -238,13 +239,13 @@ NAME, OTHER = "a" * 40, "b" * 40  # fingerprints
 
 
 def keep_numbers(folder: str, name: str, record: Any) -> str:
-    """Stores a thousand numbers and returns the path of the file."""
+    """Stores a tensor of a thousand numbers and returns the path of the file."""
     tensors = {"a": torch.arange(1000)}
     return keep_files.keep_file(folder, name, tensors, record, ow.digest(tensors))
 
 
 def test_a_stored_file_is_private_and_found_by_its_name(tmp_path: Path) -> None:
-    """Only the owner can read the folder and the file. The file is found by its fingerprint, with its record."""
+    """Only the owner can read the folder and the file. The file and its record are found by the fingerprint."""
     folder = keep_files.ensure_folder(str(tmp_path / "new"))
     record = {"tensors": {}, "names": {}, "modules": {}, "origins": "x"}
     path = keep_numbers(folder, NAME, record)
@@ -257,7 +258,7 @@ def test_a_stored_file_is_private_and_found_by_its_name(tmp_path: Path) -> None:
 
 
 def test_changed_weights_are_not_kept(tmp_path: Path) -> None:
-    """If weights have changed since their digests were computed, no file appears, and earlier files stay."""
+    """If weights have changed since their digests were computed, no file is written, and earlier files stay."""
     folder, tensors = str(tmp_path), {"a": torch.arange(1000)}
     digests = ow.digest(tensors)
     keep_files.keep_file(folder, NAME, tensors, {}, digests)
@@ -268,7 +269,8 @@ def test_changed_weights_are_not_kept(tmp_path: Path) -> None:
 
 
 def test_the_limit_removes_the_least_recently_used_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over the limit, the least recently used file is removed. A model that is larger than the limit is refused."""
+    """If a new file exceeds the limit, the least recently used file is removed. A model that is larger than the limit
+    is refused."""
     folder = str(tmp_path)
     path = keep_numbers(folder, NAME, {"x": 1})
     two_files = os.path.getsize(path) * 2
@@ -283,7 +285,7 @@ def test_the_limit_removes_the_least_recently_used_file(tmp_path: Path, monkeypa
 
 
 def test_refusals_damage_and_open_folders_are_reported(tmp_path: Path) -> None:
-    """A recorded refusal is raised again. A damaged file is removed. A folder to which others may write is refused."""
+    """A recorded refusal is raised again. A damaged file is removed. A folder that others may write to is refused."""
     folder = keep_files.ensure_folder(str(tmp_path / "new"))
     keep_files.note_refusal(folder, OTHER, "a reason")
     with pytest.raises(Refused, match="a reason"):
@@ -301,8 +303,8 @@ def test_refusals_damage_and_open_folders_are_reported(tmp_path: Path) -> None:
 
 
 def test_the_most_recently_used_file_is_found(tmp_path: Path) -> None:
-    """The most recently used fingerprint with a given beginning is found. Files in other folders and unfinished files
-    are not."""
+    """The most recently used fingerprint with a given prefix is found. Files in other folders and unfinished files are
+    ignored."""
     assert keep_files.newest_name(str(tmp_path), "a" * 8) is None
     for at, name in enumerate(("a" * 40, "a" * 8 + "b" * 32, "c" * 40)):
         keep_files.keep_file(str(tmp_path), name, {}, {}, {})
@@ -314,7 +316,7 @@ def test_the_most_recently_used_file_is_found(tmp_path: Path) -> None:
 
 
 def test_a_stored_file_is_read_twice(tmp_path: Path) -> None:
-    """A new file is read twice, so that the system counts its pages as in use."""
+    """A new file is read twice, so that the kernel counts its pages as frequently used."""
 
     def count_bytes() -> int:
         words = Path("/proc/self/io").read_text().split()
@@ -376,7 +378,7 @@ def test_ctrl_c_while_the_file_is_opened_ends_the_thread(tmp_path: Path, monkeyp
 def test_tensors_without_dimensions_are_loaded_with_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Scales without dimensions are loaded together with other tensors. Only tensors with gaps are loaded
+    """Scales without dimensions are loaded in one call with other tensors. Only tensors with gaps are loaded
     separately."""
     path, record = kept(processed(), tmp_path)
     beside: list[str] = []
@@ -418,7 +420,7 @@ def test_a_model_gets_its_tensors_before_they_are_read(tmp_path: Path) -> None:
 
 
 def test_a_tensor_that_the_file_lacks_is_refused(tmp_path: Path) -> None:
-    """If a record has more tensors than its file, it is refused, because a model must not get uninitialised memory."""
+    """A record that has more tensors than its file is refused, because a model must not get uninitialised memory."""
     path, record = kept(processed(), tmp_path)
     record["tensors"]["more"] = record["tensors"]["one.weight"]
     with pytest.raises(Refused, match="lacks more"):
@@ -453,7 +455,7 @@ def test_a_tensor_that_the_record_lacks_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_file_that_does_not_load_leaves_nothing(tmp_path: Path) -> None:
-    """If a file is missing or damaged, or has other shapes or dtypes, an error is raised, and no file stays open."""
+    """A file that is missing or damaged, or has other shapes or dtypes, raises an error, and no file stays open."""
     path, record = kept(processed(), tmp_path)
     content = bytearray(Path(path).read_bytes())
     content[8 + int.from_bytes(content[:8], "little") + 300] ^= 1
@@ -472,8 +474,8 @@ def test_a_file_that_does_not_load_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_a_load_that_is_dropped_keeps_its_memory(tmp_path: Path) -> None:
-    """If an interrupt drops the tensors while the load still writes into them, their memory stays until the load has
-    ended."""
+    """If an interrupt drops the tensors while the load still writes into them, their memory is freed only when the load
+    has ended."""
     path, record = kept(processed(), tmp_path)
     arriving = Arriving(path, record["tensors"], torch.device("cpu"))
     tensors = [weakref.ref(tensor) for tensor in arriving.tensors.values() if tensor.data_ptr() and tensor.dim()]
@@ -487,8 +489,8 @@ def test_a_load_that_is_dropped_keeps_its_memory(tmp_path: Path) -> None:
 
 
 def test_other_files_in_a_folder_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If a folder is over its limit, only files that are named by a fingerprint are removed. Other files stay, for
-    example if the user named a folder of models."""
+    """If a folder is over its limit, only files with fingerprints as names are removed. Other files stay, in case the
+    user has chosen a folder of models."""
     others = ["model-00001-of-00002.safetensors", "a" * 39 + ".safetensors", "A" * 40 + ".safetensors", ".begun-notes"]
     for name in others:
         (tmp_path / name).write_bytes(bytes(1000))
@@ -502,9 +504,9 @@ def test_other_files_in_a_folder_stay(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_the_next_writer_removes_files_of_killed_writers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, torch_script: Callable[..., Any]
 ) -> None:
-    """If a process is killed while it compares or reads its new file, the complete file is left. The next writer
-    removes this file before it writes. It does not remove the file of a living writer, or a file so new that its writer
-    may not have locked it yet."""
+    """A process that is killed while it checks its new file leaves the complete file under a temporary name. The next
+    writer removes it before it writes. It does not remove the file of a running writer, or a file so new that its
+    writer may not have locked it yet."""
     program = f"""
 import os, signal
 import overwire as ow, torch
@@ -525,7 +527,7 @@ keep_files.keep_file({str(tmp_path)!r}, "a" * 40, tensors, {{}}, ow.digest(tenso
     save = ow.save_file
 
     def save_file(*args: Any, **named: Any) -> Any:
-        assert sorted(os.listdir(tmp_path)) == left[1:], "the disk needs space for one file, not for all unfinished ones"
+        assert sorted(os.listdir(tmp_path)) == left[1:], "unfinished files are removed before a new one is written"
         return save(*args, **named)
 
     monkeypatch.setattr(ow, "save_file", save_file)
@@ -554,8 +556,8 @@ def test_two_writers_of_one_file_do_not_interfere(tmp_path: Path, monkeypatch: p
 
 
 def test_a_file_that_cannot_be_read_here_is_not_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If descriptors or memory are exhausted and a file cannot be read, it stays for other starts. A file that another
-    process has just removed counts as missing."""
+    """A file that cannot be read because descriptors or memory are exhausted stays for later starts. A file that
+    another process has just removed counts as missing."""
     path, _ = kept(processed(), tmp_path)
     for error in (ow.OutOfMemoryError("no memory"), ow.OverwireError("too many files are open"), OSError("no")):
         monkeypatch.setattr(ow, "safe_open", functools.partial(_raise, error))
@@ -568,8 +570,8 @@ def test_a_file_that_cannot_be_read_here_is_not_damaged(tmp_path: Path, monkeypa
 
 
 def test_temporary_failures_are_not_recorded(tmp_path: Path) -> None:
-    """If a start fails because threads, memory or descriptors are exhausted, the model is not recorded as refused. A
-    model that does not match is."""
+    """A start that fails because threads, memory or descriptors are exhausted does not record the model as refused. A
+    model that does not match is recorded."""
     path, record = kept(processed(), tmp_path)
     before = threading.stack_size(1 << 46)  # larger than the address space, so no thread can start
     try:

@@ -34,8 +34,8 @@ def cases(release: str, folder: Path, *names: str, more: tuple[Path, ...] = ()) 
     ],
 )
 def test_quantised_models_equal_the_unpatched_load(release: str, names: tuple[str, ...], tmp_path: Path) -> None:
-    """Every part of every tensor equals the unpatched load, in formats that transformers reads without other
-    packages."""
+    """In formats that transformers reads without other packages, every part of every tensor is the same as in the
+    unpatched load."""
     output = cases(release, tmp_path, *names)
     assert all(f"{name} equal" in output for name in names), output
 
@@ -44,7 +44,7 @@ def test_quantised_models_equal_the_unpatched_load(release: str, names: tuple[st
 @pytest.mark.parametrize("name", PACKAGES)
 def test_quantisers_get_the_same_tensors(name: str, release: str, tmp_path: Path) -> None:
     """Quantisers get the same tensors as in the unpatched load. `make quantisers` installs their packages, for one or
-    both releases, into the folder `OVERWIRE_TEST_QUANTISERS`."""
+    both releases, into the folder that OVERWIRE_TEST_QUANTISERS names."""
     root = os.environ.get("OVERWIRE_TEST_QUANTISERS")
     if not root:
         pytest.skip("make quantisers installs the packages and runs this test")

@@ -15,7 +15,8 @@ NAMES = ("device", "is_meta", "is_cpu", "is_cuda")
 
 
 def test_a_torch_without_the_recorders_hook_is_not_changed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If torch lacks the hook to record operations, the load continues tensor by tensor, and torch is not changed."""
+    """If torch lacks the hook that records operations, the model is loaded tensor by tensor, and torch is not
+    changed."""
     before = [vars(torch.Tensor).get(name) for name in NAMES]
     record_copies._recorder_keys.cache_clear()
     monkeypatch.setattr(record_copies, "_register_keys", lambda: (_ for _ in ()).throw(RuntimeError("no such key")))
@@ -26,7 +27,7 @@ def test_a_torch_without_the_recorders_hook_is_not_changed(monkeypatch: pytest.M
 
 
 def test_properties_of_other_packages_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If another package has set a property on torch.Tensor, it works during the recording and afterwards."""
+    """A property that another package has set on torch.Tensor works during the recording and afterwards."""
     other = property(lambda self: "other's")
     monkeypatch.setattr(torch.Tensor, "device", other, raising=False)
     with record_copies._places:
@@ -61,7 +62,8 @@ def _copied(loads: Callable[[torch.Tensor, dict[str, torch.Tensor]], None], tmp_
 
 
 def test_columns_of_one_parameter_are_recorded(tmp_path: Path) -> None:
-    """GPTQ and AWQ fuse columns of three tensors. All three are recorded and loaded in place."""
+    """GPTQ and AWQ fuse the columns of three tensors into one parameter. All three copies are recorded, and the tensors
+    are loaded in place."""
 
     def loads(target: torch.Tensor, weights: dict[str, torch.Tensor]) -> None:
         for name, low, high in (("v", 8, 12), ("q", 0, 6), ("k", 6, 8)):
@@ -71,8 +73,8 @@ def test_columns_of_one_parameter_are_recorded(tmp_path: Path) -> None:
 
 
 def test_columns_that_overlap_are_refused(tmp_path: Path) -> None:
-    """If two copies write to the same byte, the recording ends, because their order matters. The cases are overlapping
-    columns, a part of a row across columns, and columns of every other row."""
+    """The recording ends if two copies write to the same byte, because then their order matters. The cases are
+    overlapping columns, part of a row across columns, and columns of every other row."""
     others = [(slice(None), slice(5, 9)), (slice(2, 3), slice(4, 8)), (slice(None, None, 2), slice(8, 12))]
     for rows, columns in others:
 
@@ -87,8 +89,8 @@ def test_columns_that_overlap_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("reads", [False, True])
 def test_small_tensors_that_are_copied_do_not_stop_early_reading(tmp_path: Path, monkeypatch, reads: bool) -> None:
-    """A loader gets scales with their data. If it only copies them, reading starts early. If it has computed with a
-    scale, reading does not."""
+    """A loader gets scales with their data. If it only copies them, reading can start early. If it computes with a
+    scale, reading cannot."""
     monkeypatch.setattr(record_copies, "EARLY", 1)
     tensors = {"a": torch.tensor([2.0]), "b": torch.rand(9, 9), "c": torch.rand(9, 9), "shape": torch.tensor([9, 9])}
     ow.save_file(tensors, tmp_path / "model.safetensors")
@@ -112,7 +114,7 @@ def test_small_tensors_that_are_copied_do_not_stop_early_reading(tmp_path: Path,
 
 
 def test_accepted_views_share_no_byte() -> None:
-    """Among all small rectangles, two views of one memory are accepted only if they share no byte."""
+    """For all pairs of small rectangles: two views of one memory are accepted only if they share no byte."""
     memory = torch.arange(48)
     views = [
         memory.as_strided((rows, width), (step, 1), low)
@@ -132,7 +134,7 @@ def test_accepted_views_share_no_byte() -> None:
 
 @pytest.mark.skipif(not hasattr(torch, "float4_e2m1fn_x2"), reason="this torch has no float4")
 def test_packed_tensors_have_torchs_shape(tmp_path: Path) -> None:
-    """A loader of float4 weights gets lazy tensors with torch's packed shape. Whole tensors, rows, columns and
+    """A loader gets float4 weights as lazy tensors with torch's packed shape. Whole tensors, rows, columns and
     transposes that it copies are loaded."""
     packed = torch.float4_e2m1fn_x2
     bits = {"w": torch.arange(64, dtype=torch.uint8).reshape(8, 8), "v": torch.arange(100, 116, dtype=torch.uint8)}

@@ -1,4 +1,4 @@
-"""Tests the SGLang plug-in with small replacements of SGLang's modules.
+"""Tests the SGLang plug-in with small stand-ins for SGLang's modules.
 
 The stand-ins have the signatures of SGLang 0.5.23. tests/engines/engines_sglang.py runs the real code.
 """
@@ -98,7 +98,7 @@ def get_model_loader(load_config, model_config=None):
 
 @pytest.fixture(scope="module")
 def sglang(engines: Path) -> Path:
-    """Makes the folder with the stand-ins for vLLM and SGLang."""
+    """Makes a folder with the stand-ins for vLLM and SGLang."""
     for name, text in SGLANG.items():
         path = engines / "sglang" / f"{name}.py"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -107,7 +107,7 @@ def sglang(engines: Path) -> Path:
 
 
 def test_sglang(sglang: Path, model: Path) -> None:
-    """The load format can be chosen, and a loader with its configuration loads a model."""
+    """SGLang accepts overwire's load format, and a loader with its configuration loads a model."""
     code = base.PRELUDE + """
 from overwire.integrations.sglang import register
 register(); register()
@@ -151,8 +151,8 @@ def new(path, made):
 
 
 def test_sglang_loads_in_every_order(sglang: Path, model: Path, tmp_path: Path) -> None:
-    """Each load returns the requested weights: in a start, a start during a capture, updates of all or some weights, a
-    rollback, and with two models at the same time."""
+    """Each load returns the requested weights: at the start, at a start during a graph capture, in updates of all or
+    some weights, in a rollback, and for two models at the same time."""
     code = """
 import overwire
 from sglang.srt.model_loader.loader import DefaultModelLoader
@@ -203,8 +203,8 @@ right(two, 2)
 
 
 def test_a_draft_has_its_own_weights(sglang: Path, model: Path, tmp_path: Path) -> None:
-    """`source` is for the served model. A draft that is loaded with the same options reads its own files, unless it is
-    a part of the model."""
+    """The option `source` is for the served model. A draft that is loaded with the same options reads its own files,
+    unless it is part of the model."""
     code = """
 import overwire
 store, target, draft = (sys.argv[2] + "/" + name for name in ("store", "target", "draft"))

@@ -22,7 +22,8 @@ FIVE = Path(os.environ.get("OVERWIRE_TEST_TRANSFORMERS5") or Path(sys.prefix) / 
 
 
 def run(command: list[str], folder: Path, path: Path | None = None, *, fresh: bool = False, **env: str) -> str:
-    """Runs Python with a folder first on its path, and returns the output. fresh: torch is not imported yet."""
+    """Runs Python with a folder first on its path, and returns the output. fresh: in a process that has not imported
+    torch."""
     clean = cleaned() | env
     if path is not None:
         clean["PYTHONPATH"] = os.pathsep.join(filter(None, (str(path), clean.get("PYTHONPATH"))))
@@ -41,15 +42,15 @@ def run_program(name: str, release: str, folder: Path, files: Path) -> str:
 
 @pytest.mark.parametrize("release", [pytest.param("4.57", marks=pytest.mark.slow), "5"])
 def test_every_parameter_equals_the_unpatched_load(release: str, tmp_path: Path) -> None:
-    """Dense, tied, expert, fp8, odd and offloaded models, and adapters, equal the unpatched load.
-    transformers_program.py has the cases."""
+    """Dense, tied, expert, fp8, odd and offloaded models, and adapters, have the same parameters as after the unpatched
+    load. The cases are in transformers_program.py."""
     output = run_program("transformers_program.py", release, tmp_path, tmp_path / "models")
     assert output.splitlines()[-1].startswith(f"ok {release}"), output
 
 
 @pytest.mark.parametrize("release", [pytest.param("4.57", marks=pytest.mark.slow), "5"])
 def test_ranks_read_their_share(release: str, tmp_path: Path) -> None:
-    """With a tensor-parallel plan, two ranks get the shards of the unpatched load and read only their rows."""
+    """With a tensor-parallel plan, two ranks get the same shards as in the unpatched load, and read only their rows."""
     output = run_program("parallel_program.py", release, tmp_path, tmp_path / "a b")
     assert f"ok {release}" in output and f"done {release}" in output, output
     print(output)
@@ -57,7 +58,8 @@ def test_ranks_read_their_share(release: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("release", [pytest.param("0.35", marks=pytest.mark.slow), "0.42"])
 def test_pipelines_of_diffusers(release: str, tmp_path: Path) -> None:
-    """Every parameter of several models equals the unpatched load. A model is read while another one is built."""
+    """Pipelines of several models have the same parameters as after the unpatched load. A model is read while another
+    one is built."""
     five = release == "0.42"
     if five and not (FIVE / "diffusers").is_dir():
         pytest.skip(f"no diffusers in {FIVE}: run make venv")
@@ -69,7 +71,7 @@ def test_pipelines_of_diffusers(release: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("page", ["transformers"])
 def test_the_page_runs(page: str, tmp_path: Path) -> None:
-    """The Python blocks of docs/transformers.md run unchanged, in order."""
+    """The Python code blocks of docs/transformers.md run unchanged, in order."""
     pytest.importorskip("transformers")
     text = (ROOT / "docs" / f"{page}.md").read_text()
     blocks = re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
@@ -79,7 +81,7 @@ def test_the_page_runs(page: str, tmp_path: Path) -> None:
 
 
 def test_slices_are_loaded_to_the_device_of_the_patch(tmp_path: Path) -> None:
-    """If a library passes no device, `device=` of the patch applies. Plain files are then also read by the engine."""
+    """If a library passes no device, the `device` of the patch applies. The engine then also reads plain files."""
     tensors = {"a": torch.arange(60).view(6, 10), "b": torch.randn(7).bfloat16()}
     safetensors.torch.save_file(tensors, tmp_path / "plain.safetensors")
     ow.save_file(tensors, tmp_path / "packed.safetensors")
@@ -103,8 +105,8 @@ def test_slices_are_loaded_to_the_device_of_the_patch(tmp_path: Path) -> None:
 
 
 def test_writing_compressed(tmp_path: Path) -> None:
-    """Files are written compressed only while a patch with compress=True is active. They are complete or absent, and
-    can be read."""
+    """Files are written compressed only while a patch with compress=True is active. Such a file is complete or absent,
+    and can be read."""
     tensors = {"a": torch.randn(64, 64).bfloat16(), "n": torch.zeros(0, 3), "s": torch.tensor(2.5)}
     plain = ow.patch_safetensors()
     with ow.patch_safetensors(compress=True):
@@ -184,7 +186,8 @@ print(sorted(load_file("packed.safetensors")), load_file("packed.safetensors")["
 
 
 def test_unchanged_programs_are_patched(tmp_path: Path) -> None:
-    """Unchanged programs are patched by a folder on PYTHONPATH or, if they import overwire, by a variable."""
+    """Programs are patched without a change by a folder on PYTHONPATH or, if they import overwire, by an environment
+    variable."""
     ow.save_file({"a": torch.arange(4.0)}, tmp_path / "packed.safetensors")
     (tmp_path / "program.py").write_text(PROGRAM)
     folder = Path(run(["-m", "overwire.compat", "path", "safetensors"], tmp_path, fresh=True).strip())
@@ -205,8 +208,8 @@ def test_without_the_package_the_variable_warns(script: Any) -> None:
 
 
 def test_a_folder_of_one_file_stays_a_folder(tmp_path: Path) -> None:
-    """The compressed copy of a folder with one file is a folder, also for a pipeline. Loading a pipeline's folder as
-    one model is refused, with the names of its subfolders."""
+    """The compressed copy of a folder with one file is a folder, also within a pipeline. Loading a pipeline's folder as
+    one model is refused, and the error names the subfolders."""
     for part in ("unet", "vae"):
         (tmp_path / "pipe" / part).mkdir(parents=True)
         ow.save_file({"w": torch.randn(999).bfloat16()}, tmp_path / "pipe" / part / "model.safetensors", compress=False)

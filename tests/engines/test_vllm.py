@@ -1,4 +1,4 @@
-"""Tests the vLLM plug-in with small replacements of vLLM's modules.
+"""Tests the vLLM plug-in with small stand-ins for vLLM's modules.
 
 The stand-ins have the signatures of vLLM 0.32 and 0.33. tests/engines/engines_vllm.py runs the real code.
 """
@@ -113,7 +113,7 @@ class DefaultModelLoader(BaseModelLoader):
 
 @pytest.fixture(scope="module")
 def engines(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Makes a folder with the replacements as a package."""
+    """Makes a folder with the stand-ins as a package."""
     base = tmp_path_factory.mktemp("engines")
     for name, text in VLLM.items():
         path = base / "vllm" / f"{name}.py"
@@ -191,7 +191,7 @@ REGISTER = "from overwire.integrations.vllm import register\nregister()\n"
 
 
 def run(engines: Path, code: str, *arguments: object, fresh: bool = False) -> str:
-    """Runs a program with the replacements of the engines. fresh: torch is not imported yet."""
+    """Runs a program with the stand-ins for vLLM. fresh: in a process that has not imported torch."""
     words = ["-c", f"import sys\nsys.path.insert(0, {str(engines)!r})\n{code}", *map(str, arguments)]
     done = (warm.fresh if fresh else warm.run)(words, timeout=120)
     assert done.returncode == 0, done.stderr
@@ -200,8 +200,8 @@ def run(engines: Path, code: str, *arguments: object, fresh: bool = False) -> st
 
 @pytest.mark.imports_torch
 def test_registration_runs_nothing(engines: Path) -> None:
-    """Registration imports neither torch, nor vLLM's loaders, nor the engine, even if it is repeated. The format is
-    registered with vLLM's loaders, whether vLLM imports them before or after."""
+    """Registration imports neither torch, nor vLLM's loaders, nor the engine, even if it is repeated. It adds the
+    format to vLLM's loaders, whether vLLM imports them before or after it."""
     code = """
 from overwire.integrations.vllm import register
 register(); register()
@@ -219,8 +219,8 @@ assert "overwire._core" not in sys.modules
 
 
 def test_loads_in_the_order_of_the_files(engines: Path, model: Path) -> None:
-    """Plain and compressed files are loaded in file order with little memory. Tensors are valid after the next step and
-    after the loader is gone."""
+    """Plain and compressed files are loaded in file order with little memory. A tensor stays valid after the next one
+    was taken, and after the loader is gone."""
     code = """
 for kind in ("plain", "compressed"):
     made = Model(keep=True)
@@ -236,7 +236,8 @@ for kind in ("plain", "compressed"):
 
 
 def test_slices_are_loaded_in_place(engines: Path, model: Path) -> None:
-    """Slices are loaded to where the loader would copy them. A loader that does more than copy gets tensors."""
+    """Slices are loaded directly to where the model's loader would copy them. A loader that does more than copy gets
+    tensors."""
     code = """
 import vllm.model_executor.model_loader
 import overwire.integrations.load_plan.copies as copies
@@ -342,8 +343,8 @@ assert torch.equal(made.third, q.view(4, 16, 64)[..., 3:11]) and torch.equal(mad
 
 
 def test_loads_while_the_loader_runs(engines: Path, model: Path, tmp_path: Path) -> None:
-    """Copies are loaded while the loader still runs, as long as it only copies. Whatever it does later, the model
-    equals a model that vLLM loads without overwire. Missing tensors raise an error."""
+    """As long as the model's loader only copies, data is loaded while the loader still runs. Whatever it does later,
+    the model is the same as one that vLLM loads without overwire. Missing tensors raise an error."""
     code = """
 import shutil, vllm.model_executor.model_loader
 import overwire.integrations.load_plan.copies as copies, overwire.integrations.load_plan.record_copies as record_copies
@@ -409,8 +410,8 @@ for record_copies.EARLY in (1, 1 << 40):
 
 
 def test_the_loader_chooses_the_same_tensors_as_vllm(engines: Path, model: Path) -> None:
-    """The loader chooses the same tensors as vLLM, even with experts of other ranks, unused weights, other patterns,
-    secondary weights or a source."""
+    """overwire's loader chooses the same tensors as vLLM's, even with experts of other ranks, unused weights, other
+    patterns, secondary weights or a `source`."""
     code = """
 from vllm.model_executor.model_loader import DefaultModelLoader
 def names(extra=None, path=base + "/compressed", **settings):
@@ -440,9 +441,9 @@ there.download_model(config("/nowhere"))
 
 
 def test_garbage_collections_during_a_load(engines: Path, model: Path) -> None:
-    """During a load, vLLM's garbage collections examine only new objects. After the load, even after an error, they
-    examine earlier objects again. Objects that a program has frozen stay frozen, except the few that Python itself has
-    frozen."""
+    """During a load, vLLM's garbage collections examine only new objects. After the load, even after an error, earlier
+    objects are examined again. Objects that the program has frozen stay frozen, but not the few that Python itself
+    freezes."""
     code = """
 import gc, weakref
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
@@ -478,7 +479,8 @@ assert alive[-1] == (True, False) and gc.get_freeze_count() == 0
 
 
 def test_errors_say_what_is_wrong(engines: Path, model: Path, tmp_path: Path) -> None:
-    """Errors name wrong keys and values, missing weights and parts, names that the index lacks, and damage."""
+    """Errors name wrong keys and values of the configuration, missing weights and parts, names that the index lacks,
+    and damage."""
     code = """
 import os, shutil, overwire
 def without(name, index=False):
@@ -524,7 +526,8 @@ assert "model-10.safetensors" in said and "tensor" in said and "chunk" in said, 
 
 def test_the_table_of_quantised_models_equals_the_loaders() -> None:
     """docs/vllm-internals.md lists each quantisation method once, or once for each kind of checkpoint. The methods that
-    it lists as loaded by slices are those of the loader. Prepared state is for methods for which vLLM accepts it."""
+    it lists as loaded by slices are those of the loader, and its column about prepared state matches the cases of
+    engines_quantised.py."""
     lines = (ROOT / "docs/vllm-internals.md").read_text(encoding="utf-8").splitlines()
     rows = [row for row in (line.split("|") for line in lines) if len(row) == 7 and "`" in row[2]]
     slices = {name for row in rows if "by slices" in row[3] for name in re.findall(r"`([\w-]+)`", row[2])}
@@ -559,7 +562,8 @@ assert joined == 0 and alone > size * 0.5, (alone, joined, size)  # two of six t
 
 
 def test_the_parent_process_of_vllm_does_not_preload(engines: Path, model: Path) -> None:
-    """vLLM's first process does not preload. A child loads the model, and an engine would not survive the fork."""
+    """vLLM's parent process does not preload. A child loads the model, and an engine that runs would not survive the
+    fork."""
     code = """
 import os, types
 os.environ["OVERWIRE_PRELOAD"] = sys.argv[1] + "/compressed"
@@ -572,7 +576,7 @@ assert "overwire._core" not in sys.modules and "VLLM_WORKER_MULTIPROC_METHOD" no
 
 
 def test_prepared_state_is_written_when_the_engine_is_ready(engines: Path, model: Path) -> None:
-    """A worker starts writing prepared state when it has warmed up. Calls that change weights or their memory wait
+    """A worker starts to write prepared state when it has warmed up. Calls that change the weights or their memory wait
     until the state is written. Workers without prepared state are not affected."""
     code = """
 import overwire.integrations.vllm as plug

@@ -1,5 +1,5 @@
-"""Tests overwire's sleep back end for vLLM with replacements of vLLM's modules. bench/gpu/device_vllm.py tests it in
-real vLLM."""
+"""Tests overwire's sleep back end for vLLM with stand-ins for vLLM's modules. bench/gpu/device_vllm.py tests it in real
+vLLM."""
 
 from __future__ import annotations
 
@@ -333,7 +333,7 @@ assert len(lines) == 1 and "sleep in" in lines[0], lines
 
 
 def test_vllm_sleeps(tmp_path: Path) -> None:
-    """Waking restores the memory of any weights bit for bit. vLLM handles all other memory."""
+    """Waking restores the memory of any weights bit for bit. vLLM itself handles all other memory."""
     test_live.stand_ins(tmp_path / "vllm", {**test_vllm.VLLM, **SLEEP})
     test_vllm.run(tmp_path, test_vllm.REGISTER + test_vllm.PRELUDE + SLEEPS, tmp_path)
 

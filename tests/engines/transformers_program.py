@@ -1,6 +1,6 @@
 """Loads models with this interpreter's transformers, unpatched and under `patch_safetensors`, and compares every
-parameter byte for byte. `test_transformers.py` runs it with each release. The argument is an empty folder. The last
-line is "ok" and the release."""
+parameter byte for byte. `test_transformers.py` runs this program with each release. The argument is an empty folder.
+The last line of output is "ok" and the release."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def same(want: torch.nn.Module, got: torch.nn.Module, what: Any) -> None:
 
 @contextlib.contextmanager
 def passes() -> Iterator[list[tuple[str, int]]]:
-    """Records for each pass of the engine the dtype of its cast, or "", and the number of tensors."""
+    """Records each pass of the engine: the dtype of its cast, or "", and the number of tensors."""
     seen: list[tuple[str, int]] = []
     stream = ow.stream
 
@@ -71,8 +71,8 @@ FORMS = (("plain", None), ("packed", "cpu"), ("plain", "cpu"), ("packed", None))
 def compare(
     folder: Path, maps: list[Any], dtypes: tuple[Any, ...] = ("auto", torch.float32), pairs: bool = False, **more: Any
 ) -> None:
-    """Compares each form of loading with the unpatched load. pairs: tests each combination of two of the options
-    map, dtype and form, but not each of all three."""
+    """Compares each way to load with the unpatched load. pairs: tests every pair of values of map, dtype and form, but
+    not every combination of all three."""
     for number, where in enumerate(maps):
         for at, dtype in enumerate(dtypes):
             want = auto(folder / "plain", device_map=where, dtype=dtype, **more)
@@ -80,7 +80,7 @@ def compare(
                 with ow.patch_safetensors(device=device), passes() as seen:
                     got = auto(folder / kind, device_map=where, dtype=dtype, **more)
                 same(want, got, (folder.name, kind, device, where, dtype))
-                # One pass reads all tensors with the same device and cast. With transformers 4, there is one pass per
+                # One pass reads all tensors with the same device and cast. With transformers 4, this is one pass per
                 # shard.
                 engine = kind == "packed" or device is not None
                 assert bool(seen) == engine, (folder.name, kind, device, where, seen)
@@ -202,7 +202,7 @@ def offloaded(folder: Path) -> None:
 
 
 def ready(folder: Path) -> None:
-    """The engine prepares a GPU as soon as transformers has chosen it."""
+    """The engine starts to prepare a GPU as soon as transformers has chosen it."""
     import overwire.compat.safetensors._lazy as lazy
 
     if not FIVE:
