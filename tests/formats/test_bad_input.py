@@ -1,4 +1,4 @@
-"""Tests that every function reports files that break the format, or that change while they are read.
+"""Tests that every function reports files that break the format or change while they are read.
 
 Each vector of goldens/container/vectors.json raises its typed error with the name of the file. No descriptor stays
 open.
@@ -98,7 +98,7 @@ ENTRIES: dict[str, Callable[..., Any]] = {
 }
 
 
-# load_model or a lookup by name may raise these errors before or instead of the file's error.
+# load_model or a lookup by name may raise one of these errors before or instead of the error for the file.
 BESIDE = (ow.ModelMismatchError, ow.TensorNotFoundError)
 
 
@@ -128,12 +128,12 @@ def test_every_function_refuses_every_broken_file(entry: str, tmp_path: Path) ->
             if error is not None:
                 assert type(error).__name__ in ((vector["ours"],) if vector["ours"] else ("FormatError", "CorruptError")), where
                 assert "model.safetensors" in str(error) or entry == "load_file of an open file", where
-    # A preload closes its file only after it has reported the result.
+    # a preload closes its file only after it has reported the result
     assert soon(lambda: not any(link.startswith(str(tmp_path)) for link in open_files())), "descriptors are still open"
 
 
 def test_compat_modules_refuse_every_broken_file(tmp_path: Path) -> None:
-    """The compat modules refuse the same files, with the error types of the library they replace."""
+    """The compat modules refuse the same files, with the error classes of the libraries that they replace."""
     import overwire.compat.fastsafetensors as fst
     import overwire.compat.safetensors as st
     import overwire.compat.safetensors.torch as st_torch
@@ -165,7 +165,7 @@ def test_compat_modules_refuse_every_broken_file(tmp_path: Path) -> None:
                     call(path)
 
 
-# Files that change during use.
+# Files that change while they are open.
 
 
 @pytest.fixture
@@ -179,8 +179,8 @@ def plain(tmp_path: Path) -> tuple[Path, dict[str, Any]]:
 @pytest.mark.parametrize("compress", [False, True])
 @pytest.mark.parametrize("mmap", [None, False])
 def test_an_open_file_that_is_truncated(plain: tuple[Path, dict[str, Any]], mmap: bool | None, compress: bool) -> None:
-    """If an open file is truncated, reading it raises CorruptError with file and offset. It never returns the zeros
-    that a read past the end of a mapping can give."""
+    """Reading an open file after it was truncated raises CorruptError with the file and offset. It never returns the
+    zeros that memory past the end of a mapped file can contain."""
     path, tensors = plain
 
     def fresh() -> int:
@@ -210,8 +210,8 @@ def test_an_open_file_that_is_truncated(plain: tuple[Path, dict[str, Any]], mmap
         lambda: ow.verify(path),
     ):
         gone(call)
-    # A stream returns the old bytes if it read them in time, or raises the error. mmap=False is needed, because losing
-    # mapped data ends the process, as the documentation of load_file says.
+    # A stream returns the old bytes if it has already read them, or raises the error. This needs mmap=False, because
+    # the process ends if mapped data is lost, as the documentation of load_file says.
     fresh()
     running = ow.stream(path, mmap=False, max_memory=2_100_000)
     name, tensor = next(running)
@@ -230,8 +230,8 @@ def test_an_open_file_that_is_truncated(plain: tuple[Path, dict[str, Any]], mmap
 
 
 def test_an_open_file_that_is_replaced(plain: tuple[Path, dict[str, Any]]) -> None:
-    """An open file keeps its contents when its path is replaced. The next load reads the new file, even if name, size
-    and time are the same."""
+    """An open file keeps its contents when another file takes its path. The next load reads the new file, even if name,
+    size and time are the same."""
     path, tensors = plain
     old = {name: tensor.clone() for name, tensor in tensors.items()}
     held = ow.load_file(path)
@@ -245,7 +245,7 @@ def test_an_open_file_that_is_replaced(plain: tuple[Path, dict[str, Any]]) -> No
         assert all(torch.equal(file.get_tensor(name), old[name]) for name in old)
         assert torch.equal(ow.load_file(path)["first"], tensors["last"])
     assert all(torch.equal(held[name], old[name]) for name in old)
-    # The file is overwritten in place with the same size and time, so a cached header would be wrong.
+    # If the file is overwritten in place with the same size and time, a cached header would be wrong.
     small = {"a": torch.zeros(3, 4), "b": torch.ones(5)}
     swapped = {"a": torch.ones(5), "b": torch.zeros(3, 4)}
     ow.save_file(small, path, compress=False)
@@ -294,7 +294,7 @@ def test_every_thread_gets_the_error_of_a_bad_file(plain: tuple[Path, dict[str, 
 
 
 def test_a_failing_disk(tmp_path: Path) -> None:
-    """If the kernel reports a read error, every function raises a typed error with file and offset."""
+    """If the kernel reports a read error, every function raises a typed error with the file and offset."""
     bad = Path("/sys/class/net/lo/speed")  # reports a size of 4096 bytes, but every read fails
     try:
         bad.read_bytes()
@@ -321,8 +321,8 @@ def _entries_of_paths() -> Iterator[tuple[str, Callable[..., Any]]]:
 @pytest.mark.parametrize("shape", [[0, 1 << 62, 1 << 62], [5, 0, 1 << 31, 1 << 31], [1 << 62, 0, 1 << 62]])
 @pytest.mark.parametrize("framework", ["pt", "np"])
 def test_an_empty_tensor_with_a_shape_that_overflows(tmp_path: Path, shape: list[int], framework: str) -> None:
-    """An empty tensor with a shape that overflows raises a typed error with the tensor's name, not an error of torch or
-    numpy."""
+    """An empty tensor with a shape that overflows raises a typed error that names the tensor, not an error from torch
+    or numpy."""
     path = tmp_path / "x.safetensors"
     header = json.dumps({"huge": {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]}}).encode()
     path.write_bytes(len(header).to_bytes(8, "little") + header)
@@ -338,8 +338,8 @@ def test_an_empty_tensor_with_a_shape_that_overflows(tmp_path: Path, shape: list
 
 
 def test_errors_show_wrong_values_in_python_notation(tmp_path: Path) -> None:
-    """Errors show wrong option values in Python notation. A file name with the extension of another format is refused
-    before anything is written."""
+    """Errors show wrong values of options as Python writes them. A file name with the extension of another format is
+    refused before anything is written."""
     weights = {"a": torch.arange(4.0)}
     with pytest.raises(ow.ArgumentError, match=r"level 9: expected 'default' or 'smaller'"):
         ow.save_file(weights, tmp_path / "m.safetensors", level=9)  # type: ignore[arg-type]
@@ -350,7 +350,7 @@ def test_errors_show_wrong_values_in_python_notation(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json", "tokenizer_config.JSON", "merges.txt"])
 def test_auxiliary_files_are_not_replaced(tmp_path: Path, name: str) -> None:
-    """Functions that write tensors refuse the names of configurations and other auxiliary files."""
+    """Functions that write tensors refuse file names of configurations and other auxiliary files."""
     path = tmp_path / name
     path.write_text("kept")
     weights = {"a": torch.arange(4.0)}
@@ -369,7 +369,8 @@ def test_auxiliary_files_are_not_replaced(tmp_path: Path, name: str) -> None:
 
 
 def test_every_function_reports_damage_with_the_same_rule(tmp_path: Path) -> None:
-    """Every function that reads a file with a wrong checksum raises the same error with the same rule."""
+    """Every function that reads a file with a wrong checksum raises the same error, which names the same rule of the
+    format."""
     base = {"a": torch.arange(65536, dtype=torch.float32).sin()}
     ow.save_file(base, tmp_path / "m")
     ow.save_delta({"a": base["a"] + 1}, base, tmp_path / "d")
@@ -386,8 +387,8 @@ def test_every_function_reports_damage_with_the_same_rule(tmp_path: Path) -> Non
 def test_a_disk_error_does_not_turn_a_container_into_a_plain_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If reading the first bytes fails, the disk error is raised, and short reads are continued, because a container
-    must not be read as a plain file. Paths that do not exist or are not files return None."""
+    """If reading the first bytes of a file fails, the disk error is raised, and a short read is continued. Otherwise a
+    container could be taken for a plain file. For paths that do not exist or are not files, the result is None."""
     path = tmp_path / "m.safetensors"
     ow.save_file({"w": torch.zeros(9000)}, path)
     read, faults = os.pread, []

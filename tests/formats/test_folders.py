@@ -1,5 +1,5 @@
-"""Tests that every function reads the files of a folder that docs/folders.md names, and compares them with the files
-that transformers reads."""
+"""Tests that every function reads those files of a folder that docs/folders.md names, and compares this with what
+transformers reads."""
 
 from __future__ import annotations
 
@@ -90,8 +90,8 @@ def _pipeline(folder: Path) -> None:
     _files(folder / "unet", "diffusion_pytorch_model.fp16", 2)
 
 
-# By kind of folder: the function that makes it, the value in its model or the error, and the value in the model that
-# transformers finds (None if it finds no model).
+# By kind of folder: the function that makes it, the value in its model or the error, and the value that transformers
+# finds (None if it finds no model).
 CASES: dict[str, tuple[Callable[[Path], object], Any, float | None]] = {
     "one file": (_single, 1, 1),
     "shards": (_shards, 1, 1),
@@ -153,8 +153,8 @@ def _converted(folder: Path, out: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("case", CASES)
 def test_every_function_reads_the_same_files(tmp_path: Path, case: str) -> None:
-    """Each function reads the files that docs/folders.md names, or raises the error. A converted folder has the same
-    model."""
+    """Each function reads the files that docs/folders.md names, or raises the error given there. A converted folder has
+    the same model."""
     make, want, _ = CASES[case]
     folder, out = tmp_path / "model", tmp_path / "out"
     folder.mkdir()
@@ -186,8 +186,8 @@ def test_every_function_reads_the_same_files(tmp_path: Path, case: str) -> None:
 
 
 def test_a_save_replaces_a_set_of_shards(tmp_path: Path) -> None:
-    """Saving shards over an earlier set uses new file names and removes the old files. In an empty folder, the usual
-    names are used."""
+    """Saving shards over an earlier set uses new file names and then removes the old files. In an empty folder, the
+    usual names are used."""
     names = []
     for value in (1.0, 2.0, 3.0):
         report = ow.save_file({t: np.full(300, value) for t in "abc"}, tmp_path / "model.safetensors", compress=False, max_shard_size=5000)
@@ -200,8 +200,8 @@ def test_a_save_replaces_a_set_of_shards(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_transformers_reads_the_files_that_the_table_names(tmp_path: Path) -> None:
-    """transformers reads the files that the table names: in the original folder, in a converted folder, and in a folder
-    that was converted in place, which gets its missing index."""
+    """transformers reads the files that the table names: from the original folder, from a converted folder, and from a
+    folder that was converted in place and got its missing index."""
     pytest.importorskip("transformers")
     for number, (make, want, theirs) in enumerate(CASES.values()):
         folder, out = tmp_path / f"{number}", tmp_path / f"{number}-out"

@@ -52,7 +52,7 @@ def equal(got: dict[str, Any], want: dict[str, Any]) -> None:
 @pytest.mark.parametrize("kind", ["fsdp2", "megatron", "shards", "consolidated", "safetensors"])
 def test_folders_of_real_writers(tmp_path: Path, kind: str) -> None:
     """Folders that two ranks wrote with FSDP2, Megatron-core and torch's Hugging Face writer (goldens/dcp/make.py) load
-    and convert to whole tensors. Auxiliary files are copied. Other objects become metadata or lines of the report."""
+    and convert to whole tensors. Auxiliary files are copied. Other objects become metadata or lines in the report."""
     source = tmp_path / kind
     shutil.copytree(GOLDENS / kind, source)
     want = safetensors.torch.load((GOLDENS / f"{kind}.expected").read_bytes())
@@ -94,8 +94,8 @@ WANTED = "bf16 bool empty f8 flip model.layers.0 model.layers.1.b model.part mod
 
 @pytest.mark.parametrize("how", ["save", "async_save", "threads"])
 def test_one_process(tmp_path: Path, how: str) -> None:
-    """A checkpoint that torch saves in one process loads bit for bit, with the paths of its state dict as names. Plain
-    values become metadata. Each other object is a line of the report."""
+    """A checkpoint that torch saves in one process loads bit for bit, with paths in the state dict as tensor names.
+    Plain values become metadata. Every other object becomes a line in the report."""
     own, at = state(), str(tmp_path / "iter_10")
     if how == "async_save":
         torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
@@ -118,7 +118,7 @@ def test_one_process(tmp_path: Path, how: str) -> None:
 
 
 def test_two_ranks(torch_script: Any, tmp_path: Path) -> None:
-    """DTensors that two ranks save by rows or columns are joined, even with more ranks than rows."""
+    """DTensors that two ranks saved by rows or columns are joined, even if there are more ranks than rows."""
     torch_script("""
 import os, torch, torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -144,8 +144,8 @@ for got in (ow.load_file("ckpt"), ow.load_file("m.safetensors")):
 
 
 def test_trees_of_folders(tmp_path: Path) -> None:
-    """A trainer's folder of checkpoints becomes a folder with the same structure, and torch.save files without tensors
-    are copied. A folder with only such files, or with safetensors files next to a checkpoint, is refused."""
+    """Converting a trainer's folder of checkpoints keeps its structure and copies torch.save files without tensors. A
+    folder that has only such files, or has safetensors files next to a checkpoint, is refused."""
     top = tmp_path / "checkpoint-5"
     dcp.save({"w": torch.ones(4)}, checkpoint_id=top / "pytorch_model_fsdp_0")
     dcp.save({"m": torch.zeros(4)}, checkpoint_id=top / "optimizer_0")
@@ -171,7 +171,7 @@ def test_trees_of_folders(tmp_path: Path) -> None:
 
 
 def test_converted_files_have_no_more_readers(tmp_path: Path) -> None:
-    """Only users who can read the source can read the converted file."""
+    """A converted file can only be read by users who could read the source."""
     dcp.save({"w": torch.ones(4)}, checkpoint_id=tmp_path / "ckpt")
     torch.save({"w": torch.ones(4)}, tmp_path / "m.pt")
     for source, private in ((tmp_path / "ckpt", tmp_path / "ckpt/__0_0.distcp"), (tmp_path / "m.pt",) * 2):
@@ -182,7 +182,7 @@ def test_converted_files_have_no_more_readers(tmp_path: Path) -> None:
 
 
 def altered(tmp_path: Path, change: Callable[[Any], None]) -> Path:
-    """Saves a checkpoint with a tensor in two chunks and a value, and changes its `.metadata` file."""
+    """Saves a checkpoint with a plain value and a tensor in two chunks, and changes its `.metadata` file."""
     folder = tmp_path / "ckpt"
     shutil.rmtree(folder, ignore_errors=True)
     w = torch.arange(12.0).reshape(4, 3)
@@ -217,8 +217,8 @@ class Evil:
 
 
 def test_hostile_descriptions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A `.metadata` file with holes, overlaps, wrong offsets, shapes or dtypes, paths out of the folder, or code to run
-    raises an error that names the file and the tensor. Nothing is written."""
+    """A `.metadata` file that leaves gaps, has overlaps, wrong offsets, shapes or dtypes, paths out of the folder, or
+    code to run raises an error that names the file and the tensor. Nothing is written."""
     monkeypatch.chdir(tmp_path)
     w = torch.arange(12.0).reshape(4, 3)
     equal(ow.load_file(altered(tmp_path, lambda meta: None)), {"w": torch.cat([w, w[2:]])})
@@ -283,8 +283,9 @@ def test_hostile_descriptions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_damaged_folders(tmp_path: Path) -> None:
-    """Changed tensor bytes, truncated files, expanded tensors, a missing description, and descriptions that ranks saved
-    separately cause typed errors that name the file. The report lists files that the description does not list."""
+    """Changed tensor bytes, truncated files, expanded tensors, a missing `.metadata` file, and `.metadata` files that
+    ranks saved separately cause typed errors that name the file. The report names files that `.metadata` does not
+    list."""
     folder = altered(tmp_path, lambda meta: None)
     file, whole = folder / "__0_0.distcp", (folder / "__0_0.distcp").read_bytes()
     at = whole.index(torch.arange(12.0).numpy().tobytes())
@@ -324,8 +325,9 @@ def test_damaged_folders(tmp_path: Path) -> None:
 
 
 def test_a_shard_is_never_read_as_a_whole_model(tmp_path: Path) -> None:
-    """A shard of torch's Hugging Face writer cannot be loaded or converted separately, and a folder that lacks a shard
-    is refused. safe_open opens a shard, because torch's reader needs this. A file with one rank's whole state loads."""
+    """A single shard of torch's Hugging Face writer cannot be loaded or converted, and a folder that lacks a shard is
+    refused. safe_open opens a single shard, because torch's reader needs this. A file in which one rank saved a whole
+    state loads."""
     folder = tmp_path / "shards"
     shutil.copytree(GOLDENS / "shards", folder)
     one = folder / "shard-00001-model-00001-of-00002.safetensors"
@@ -371,7 +373,7 @@ def boxes_of(shape: tuple[int, ...], random_: random.Random) -> list[tuple[tuple
 
 
 def test_any_boxes_are_joined_in_small_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensors that are divided into random boxes are joined, with any block size. A missing or surplus box is
+    """Tensors that are divided into random boxes are joined, with blocks of any size. A missing or surplus box is
     detected."""
     random_ = random.Random(5)
     path = tmp_path / "data"
@@ -412,8 +414,8 @@ def weights(tensors: dict[str, Any]) -> bytes:
 
 
 def test_nemo(tmp_path: Path) -> None:
-    """The weights of a .nemo file are read in place, whatever the member's name. Links, tensor parts, false sizes and
-    truncation cause typed errors, and nothing is unpacked."""
+    """The weights in a .nemo file are read without unpacking it, whatever the name of their member. Links, parts of
+    tensors, false sizes and truncation cause typed errors."""
     path, target = tmp_path / "m.nemo", tmp_path / "m.safetensors"
     want = {"encoder.w": torch.randn(9, 9), "b": torch.ones(3)}
     for name in ("./model_weights.ckpt", "x" * 160 + "/model_weights.ckpt"):
@@ -465,8 +467,9 @@ def test_nemo(tmp_path: Path) -> None:
 
 
 def test_numpy_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Arrays of .npy and .npz files load and convert: of every safetensors dtype, in both byte orders, deflated or
-    stored. Text arrays are lines of the report. Pickles, unknown dtypes, damage and decompression bombs are refused."""
+    """Arrays in .npy and .npz files load and convert: of every safetensors dtype, in both byte orders, deflated or
+    stored. Text arrays become lines in the report. Pickles, unknown dtypes, damage and decompression bombs are
+    refused."""
     every = {f"t{n}": np.arange(6).reshape(2, 3).astype(kind) for n, kind in enumerate("?bBhHiIqQefdF")}
     every |= {"fortran": np.asfortranarray(np.arange(24.0).reshape(2, 3, 4)), "empty": np.empty((0, 2)), "zero": np.array(2.5)}
     path, target = tmp_path / "m.npz", tmp_path / "m.safetensors"
@@ -529,7 +532,7 @@ def test_numpy_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def mutants(random_: random.Random, whole: dict[str, bytes]) -> Iterator[dict[str, bytes]]:
-    """Yields variants of the files without end. Some bytes of each are changed, cut, doubled or exchanged."""
+    """Yields endless variants of the files, in which some bytes are changed, cut, doubled or exchanged."""
     while True:
         files = dict(whole)
         name = random_.choice(sorted(files))
@@ -554,7 +557,7 @@ def mutants(random_: random.Random, whole: dict[str, bytes]) -> Iterator[dict[st
 
 
 def fuzz(folder: Path, seed: int, rounds: int) -> int:
-    """Reads variants of each kind of container. Each variant gives the same tensors, fewer tensors if a description was
+    """Reads variants of each kind of container. Each gives the same tensors, fewer tensors if a `.metadata` file was
     changed, or an overwire error. Returns the number of refused variants."""
     random_ = random.Random(seed)
     made = folder / "made"
@@ -596,5 +599,5 @@ def fuzz(folder: Path, seed: int, rounds: int) -> int:
 
 
 def test_mutants_are_read_or_refused(tmp_path: Path) -> None:
-    """Changed descriptions and files give tensors or an overwire error that names the file."""
+    """A changed file gives tensors or an overwire error that names the file."""
     assert fuzz(tmp_path, int(os.environ.get("FUZZ_SEED", "7")), 400) > 200

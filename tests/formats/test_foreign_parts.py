@@ -18,8 +18,8 @@ from test_foreign import GOLDENS, altered, equal  # noqa: E402
 
 
 def test_a_part_of_a_checkpoint_is_refused(tmp_path: Path) -> None:
-    """A folder is refused if it has one rank's description, a second model, a file number that no rank has, or headers
-    that break the rules of safetensors."""
+    """A folder is refused if it has the `.metadata` file of only one rank, a second model, a file number that no rank
+    has, or headers that break the rules of safetensors."""
     folder, read = altered(tmp_path, lambda meta: None), (ow.load_file, lambda path: ow.convert(path, tmp_path / "out/"))
     before = ow.load_file(folder)
     os.rename(folder / ".metadata", folder / "__0.metadata")

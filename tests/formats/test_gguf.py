@@ -1,5 +1,5 @@
-"""Tests that GGUF files are listed and verified by their headers, and never saved or loaded. The package gguf is the
-reference."""
+"""Tests that GGUF files are listed and verified by their headers, and never saved or loaded. The Python package gguf is
+the reference."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def write(path: Path, seed: int, types: list[Type]) -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_inspect_and_verify_agree_with_the_reference(tmp_path: Path, seed: int) -> None:
-    """Names, types, shapes, sizes, offsets and entries equal those that the package gguf reads, for each type that it
-    knows."""
+    """Names, types, shapes, sizes, offsets and metadata entries are those that the package gguf reads, for each type
+    that it knows."""
     path = tmp_path / "m.gguf"
     types = list(SIZES)
     random.Random(seed).shuffle(types)
@@ -82,8 +82,8 @@ def test_types_equal_the_references() -> None:
 
 
 def test_unknown_types(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """A tensor of an unknown type is listed without its size, and all other tensors completely. verify checks the other
-    tensors and says so."""
+    """A tensor of an unknown type is listed without its size, and all other tensors completely. `verify` checks the
+    other tensors and says that it did not check this one."""
     path = tmp_path / "m.gguf"
     write(path, 5, [Type.Q4_K, Type.F16, Type.F32])
     known = ow.inspect(path)["sources"][0]
@@ -106,8 +106,8 @@ def test_unknown_types(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Non
 
 
 def test_commands_accept_gguf_files(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """`overwire inspect` and `verify` accept a GGUF file, even with other files or from a server, and --html writes a
-    page. Terminal control characters are never printed."""
+    """`overwire inspect` and `overwire verify` accept a GGUF file, even together with other files or from a server, and
+    --html writes a page. Terminal control characters are never printed."""
     write(tmp_path / "m.gguf", 1, [Type.Q4_K, Type.F16])
     ow.save_file({"a": np.zeros(3, "f4")}, tmp_path / "a.safetensors")
     both = [str(tmp_path / "m.gguf"), str(tmp_path / "a.safetensors")]
@@ -157,7 +157,7 @@ def test_the_beginning_of_a_remote_file_is_requested_once(tmp_path: Path) -> Non
 
 
 def test_gguf_files_are_neither_saved_nor_loaded(tmp_path: Path) -> None:
-    """Functions that would save or load a GGUF file say that it is a GGUF file and why overwire refuses it."""
+    """Functions that would save or load a GGUF file refuse it, and the error says why."""
     write(tmp_path / "m.gguf", 2, [Type.Q8_0])
     target = tmp_path / "x.safetensors"
     for verb in (ow.load_file, lambda path: ow.convert(path, target), lambda path: ow.save_file({}, path)):
@@ -167,7 +167,7 @@ def test_gguf_files_are_neither_saved_nor_loaded(tmp_path: Path) -> None:
 
 
 def test_damaged_headers(tmp_path: Path) -> None:
-    """A truncated or changed header is read, or refused with the file's name, and never crashes the engine."""
+    """A truncated or changed header is read or is refused with the file's name. It never crashes the engine."""
     write(tmp_path / "m.gguf", 3, [Type.Q4_0, Type.F32])
     data = (tmp_path / "m.gguf").read_bytes()
     rng = random.Random(3)

@@ -1,5 +1,5 @@
-"""Tests that manifests which name anything but files next to them are refused with a typed error, before any target is
-requested.
+"""Tests that a manifest which names anything other than files next to it is refused with a typed error, before anything
+that it names is opened.
 
 The targets exist: a file outside the folder, and a server that counts its requests.
 """
@@ -26,7 +26,8 @@ OUTSIDE = "outside.safetensors"
 
 
 class Place:
-    """A served folder, a file outside it that must not be read, and a server that must get no request."""
+    """A folder on a server, a file outside the folder that must not be read, and a second server that must get no
+    request."""
 
     def __init__(self, root: Path, url: str, canary: str) -> None:
         self.root, self.folder, self.url, self.canary = root, root / "models", url, canary
@@ -82,7 +83,7 @@ def refuses(load: Callable[[], object]) -> None:
 
 @pytest.mark.parametrize("far", [False, True], ids=["local", "http"])
 def test_index_json(place: Place, far: bool) -> None:
-    """An index with one of 34 forbidden names is refused, as a local file and over HTTP."""
+    """An index that contains a forbidden name is refused, as a local file and over HTTP."""
     index = place.folder / "model.safetensors.index.json"
     all_names = names(place)
     assert len(all_names) == 34
@@ -111,8 +112,8 @@ def test_links_are_not_served(place: Place) -> None:
 
 
 def test_an_import_requests_no_url(tmp_path: Path, script) -> None:
-    """Importing nyacomp's drop-in preloads a local meta.csv. It requests the URLs in it only if DOWNLOAD=1 is set. An
-    explicit load always requests them."""
+    """Importing nyacomp's drop-in preloads a local meta.csv. The URLs in it are requested during the import only if
+    DOWNLOAD=1 is set, but by an explicit load in any case."""
     asked: list[str] = []
 
     class Counts(BaseHTTPRequestHandler):
@@ -149,7 +150,7 @@ def test_an_import_requests_no_url(tmp_path: Path, script) -> None:
 
 
 def test_a_redis_server_in_a_file_gets_no_request(tmp_path: Path) -> None:
-    """A meta.csv that names a Redis server is refused before a connection is made, because the server would get the
+    """A meta.csv that names a Redis server is refused before a connection is made, because that server would get the
     password from the environment."""
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))

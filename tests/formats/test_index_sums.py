@@ -12,7 +12,8 @@ import pytest
 
 @pytest.mark.parametrize("part", ["index", "header"])
 def test_wrong_checksums_of_index_and_header(tmp_path: Path, part: str) -> None:
-    """A changed bit in the index or the header is refused with the same rule as a wrong checksum of a chunk."""
+    """The error for a changed bit in the index or the header names the same rule as the error for a wrong checksum of a
+    chunk."""
     path = tmp_path / "m.safetensors"
     ow.save_file({"w": np.zeros((256, 256), np.float32)}, path, metadata={"note": "abcd"})
     stored = bytearray(path.read_bytes())

@@ -1,4 +1,4 @@
-"""Compares the engine with the portable reader, which was written only from docs/format.md."""
+"""Compares the engine with the portable reader, which was written from docs/format.md without looking at the engine."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ def alike(path: Path) -> None:
 
 @pytest.mark.parametrize("path", GOLDENS, ids=str)
 def test_goldens(path: Path) -> None:
-    """Both readers read the golden files of every version and writer."""
+    """Both readers read the golden files of every version and every writer."""
     pytest.importorskip("zstandard" if "level" in str(path) else "numpy")
     alike(ROOT / path)
 
 
 def test_checksums() -> None:
-    """CRC32C equals the vectors of RFC 3720, and a bitwise computation for lengths around the size of the folded
-    rows."""
+    """CRC32C gives the values of RFC 3720, and for lengths around the size of the folded rows the same as a bitwise
+    computation."""
     assert crc32c(np.zeros(32, np.uint8)) == 0x8A9136AA and crc32c(np.full(32, 255, np.uint8)) == 0x62A8AB43
     assert crc32c(np.arange(32, dtype=np.uint8)) == 0x46DD794E and crc32c(np.zeros(0, np.uint8)) == 0
     data = np.random.default_rng(5).integers(0, 256, 3 * 8192 + 77, dtype=np.uint8)
@@ -109,7 +109,7 @@ def test_random_files(tmp_path: Path, seed: int) -> None:
 
 @pytest.mark.parametrize("place", [0, 1, 3, 255, 256, 133119])
 def test_lone_escapes(tmp_path: Path, place: int, seed: int) -> None:
-    """Both readers find the only escape of a segment at any position and with any value. The list of escapes begins
+    """Both readers find the only escape in a segment, at any position and with any value. The list of escapes begins
     after the words, even if later bytes look like a list."""
     r = np.random.default_rng(seed + place)
     path, count, escapes = tmp_path / "m.safetensors", 133120, set()
@@ -135,7 +135,7 @@ def test_lone_escapes(tmp_path: Path, place: int, seed: int) -> None:
 
 
 def test_changed_bytes_are_refused(tmp_path: Path, seed: int) -> None:
-    """If a byte outside padding is changed, a container is refused. The error names tensor and chunk if they are
+    """A container with any changed byte outside padding is refused. The error names tensor and chunk if they are
     known."""
     r = random.Random(seed)
     for path in GOLDENS:
@@ -168,8 +168,8 @@ def _fate(load: Any, path: Path) -> dict[str, bytes] | None:
 
 
 def test_both_readers_refuse_the_same_files(tmp_path: Path, seed: int) -> None:
-    """If the index of a container is changed and its checksums are recomputed, both readers give the same tensors, or
-    both refuse it. A large count does not make them allocate memory."""
+    """If the index of a container is changed and its checksums are recomputed, both readers give the same tensors or
+    both refuse the file. A false large count does not make them allocate memory."""
     r, path = random.Random(seed), tmp_path / "m.safetensors"
     values = np.random.default_rng(seed).standard_normal(3000).astype(np.float32)
     ow.save_file({"a": values, "b": values.copy(), "n": np.arange(900), "e": values[:0]}, path)
@@ -230,8 +230,8 @@ HEADERS = [
 
 @pytest.mark.parametrize(("header", "is_taken"), HEADERS)
 def test_both_readers_accept_the_same_headers(tmp_path: Path, header: str, is_taken: bool) -> None:
-    """Both readers agree on plain files with unknown keys, extreme numbers and strings, and entries of other
-    programs."""
+    """Both readers accept or refuse the same plain files with unknown keys, extreme numbers and strings, and entries of
+    other programs."""
     path = tmp_path / "m.safetensors"
     path.write_bytes(len(header.encode()).to_bytes(8, "little") + header.encode() + b"ab")
     fates = [_fate(load, path) for load in (ow.load_file, read.load_file)]
@@ -240,7 +240,7 @@ def test_both_readers_accept_the_same_headers(tmp_path: Path, header: str, is_ta
 
 def test_both_readers_raise_the_same_errors_for_truncated_files(tmp_path: Path) -> None:
     """Both readers raise CorruptError for a truncated file, and FormatError for a file with extra bytes. Tensors
-    without elements are read as torch tensors."""
+    without elements can be read as torch tensors."""
     torch = pytest.importorskip("torch")
     path = tmp_path / "m.safetensors"
     ow.save_file({"a": np.arange(9), "e": np.empty((0, 3), np.float32), "n": np.empty(0, np.int16)}, path, compress=False)
@@ -264,8 +264,8 @@ def test_both_readers_raise_the_same_errors_for_truncated_files(tmp_path: Path) 
     ],
 )  # fmt: skip
 def test_both_readers_accept_the_same_versions(tmp_path: Path, version: str, minor: int, is_taken: bool) -> None:
-    """Both readers accept the same versions. In a newer minor version, reserved bytes may have a meaning. A file of a
-    version before 1.4 must not have a notice."""
+    """Both readers accept the same versions, and in a newer minor version also reserved bytes that are not zero. A file
+    of a version before 1.4 must not have the notice for other readers."""
     path = tmp_path / "m.safetensors"
     ow.save_file({"a": np.arange(3000, dtype=np.int64)}, path)
     data = path.read_bytes()
@@ -290,14 +290,15 @@ def test_both_readers_accept_the_same_versions(tmp_path: Path, version: str, min
         (b'"shape":[0],"data_offsets":[1,1]', b'"shape":[0],"data_offsets":[2,2]', ow.FormatError),
         (b'"shape":[0],"data_offsets":[1,1]', b'"shape":[1],"data_offsets":[1,1]', ow.FormatError),
         (b'"shape":[0],"data_offsets":[1,1]', b'"shape":[false],"data_offsets":[1,1]', ow.FormatError),
-        (b"decompress)", b"decompress]", None),  # readers ignore the text
+        (b"decompress)", b"decompress]", None),  # the text does not matter
         (b"(to read", b"\xff\xff\xff\xff\xff\xff\xff\xff", ow.FormatError),
     ],
 )
 def test_both_readers_accept_the_same_notices(
     tmp_path: Path, old: bytes, new: bytes, error: type[Exception] | None
 ) -> None:
-    """Both readers require the entry that makes other readers refuse a compressed file, and ignore only its name."""
+    """Both readers require the entry (the notice) that makes other readers refuse a compressed file. Only its name may
+    differ."""
     path = tmp_path / "m.safetensors"
     ow.save_file({"a": np.arange(3000, dtype=np.int64)}, path)
     data = path.read_bytes()
@@ -315,8 +316,8 @@ def test_both_readers_accept_the_same_notices(
 
 
 def test_the_wheel_for_all_machines(tmp_path: Path) -> None:
-    """The portable wheel is valid, and reads every golden file with numpy only. Functions that need the engine say
-    so."""
+    """The portable wheel is valid, and reads every golden file with no package except numpy. Functions that need the
+    engine say so."""
     wheel = tmp_path / setup.build_portable_wheel(str(tmp_path))
     assert check.audit(wheel) == []
     for path, digests in check.read_goldens(wheel, check.goldens()).items():
@@ -326,7 +327,7 @@ def test_the_wheel_for_all_machines(tmp_path: Path) -> None:
 
 def test_the_wheel_is_installed_and_run(tmp_path: Path) -> None:
     """pip can install the portable wheel. Its command lists a compressed file, and writes a plain copy that other
-    readers can read. After an error, it writes no file."""
+    readers can read. If it fails, it writes no file."""
     stock = pytest.importorskip("safetensors.numpy")
     wheel = tmp_path / setup.build_portable_wheel(str(tmp_path))
     pip = [sys.executable, "-m", "pip", "install", "-q", "--disable-pip-version-check", "--no-deps", "--no-index"]
@@ -368,8 +369,8 @@ def test_the_wheel_is_installed_and_run(tmp_path: Path) -> None:
 
 
 def test_unknown_tile_sizes_and_transforms(tmp_path: Path) -> None:
-    """Both readers refuse tile sizes that X16 does not use, even in chunks with one symbol, and transforms of another
-    dtype. The error names tensor and chunk."""
+    """Both readers refuse tile sizes that X16 does not use, even in chunks with a single symbol, and transforms that
+    belong to another dtype. The error names tensor and chunk."""
     path = tmp_path / "m.safetensors"
     codes = {"BF16": 15, "F64": 20, "I32": 16, "U16": 13}
     half = np.full(512 * 512, 0x3F00, "<u2")
@@ -439,7 +440,8 @@ def test_malformed_zstandard_frames(tmp_path: Path) -> None:
 
 
 def test_torch_and_folders(tmp_path: Path) -> None:
-    """The portable reader returns torch tensors and reads folders. It refuses URIs, and a name that is in two files."""
+    """The portable reader returns torch tensors and reads folders. It refuses URIs, and a tensor name that is in two
+    files."""
     torch = pytest.importorskip("torch")
     tensors = {"a": torch.randn(70, 3).bfloat16(), "b": torch.randn(5).to(torch.float8_e4m3fn), "c": torch.tensor(True)}
     ow.save_file(tensors, tmp_path / "1.safetensors")
@@ -461,8 +463,8 @@ def test_torch_and_folders(tmp_path: Path) -> None:
 
 
 def test_decompress_accepts_the_same_sources_as_the_engine(tmp_path: Path) -> None:
-    """The portable decompress accepts files, lists and file:// URIs, and gives the engine's tensors and report. It
-    replaces a file only with overwrite=True."""
+    """The portable `decompress` accepts files, lists and file:// URIs, and gives the same tensors and report as the
+    engine's. It replaces a file only with overwrite=True."""
     sources = [tmp_path / "a.safetensors", tmp_path / "b c.safetensors"]
     for number, path in enumerate(sources):
         ow.save_file({f"t{number}": np.full(9999, number, "f4")}, path)

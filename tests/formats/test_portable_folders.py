@@ -1,4 +1,4 @@
-"""Compares how the engine and the portable reader read folders, and which files `decompress` writes."""
+"""Compares how the engine and the portable reader read folders, and which files their `decompress` writes."""
 
 from __future__ import annotations
 
@@ -76,8 +76,9 @@ FOLDERS: dict[str, list[Any]] = {
 
 @pytest.mark.parametrize("case", FOLDERS)
 def test_both_readers_read_the_same_files_of_a_folder(tmp_path: Path, case: str) -> None:
-    """Both readers load a folder by its index or, without an index, all its files. load_file and decompress of both
-    readers refuse a part of a model, or several models, with the same error class. inspect lists the loaded files."""
+    """Both readers load the files that a folder's index names or, without an index, all its files. `load_file` and
+    `decompress` of both readers refuse part of a model, or several models, with the same error class. `inspect` lists
+    the loaded files."""
     folder, parts = tmp_path / "model", iter(FOLDERS[case])
     folder.mkdir()
     for part in parts:
@@ -112,7 +113,7 @@ def test_both_readers_read_the_same_files_of_a_folder(tmp_path: Path, case: str)
 
 
 def test_a_model_that_is_replaced_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If a new index is published while a folder is read, the files are opened again once. A second change raises an
+    """If a new index appears while a folder is being read, the files are opened once more. A second change raises an
     error."""
     tensors = {f"t{n}": np.full(999, 10.0**n, "f4") for n in range(3)}
     ow.save_file(tensors, tmp_path / "model.safetensors", max_shard_size=4000)
@@ -135,8 +136,8 @@ def test_a_model_that_is_replaced_while_it_is_read(tmp_path: Path, monkeypatch: 
 
 
 def test_files_are_synced_before_they_are_renamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """decompress syncs a file before it renames it, and its folder afterwards. For a folder, it syncs all files and
-    subfolders first. If a sync fails, the old file stays."""
+    """`decompress` syncs each file before it renames it, and the folder afterwards. If it writes a folder, it syncs all
+    files and subfolders first. If a sync fails, the old file stays."""
     ow.save_file({"a": np.arange(999.0)}, tmp_path / "a.safetensors")
     (tmp_path / "m/below").mkdir(parents=True)
     for name in ("m/a.safetensors", "m/below/b.safetensors"):
@@ -170,7 +171,7 @@ def test_files_are_synced_before_they_are_renamed(tmp_path: Path, monkeypatch: p
 
 
 def test_subfolders_are_decompressed(tmp_path: Path) -> None:
-    """decompress also writes plain files for subfolders, even if the top folder has no model. It refuses a part of a
+    """`decompress` also writes plain files for subfolders, even if the top folder has no model. It refuses part of a
     model in a subfolder, and a link to a folder."""
     for name in ("unet", "vae"):
         (tmp_path / "model" / name).mkdir(parents=True)

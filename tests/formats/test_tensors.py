@@ -1,4 +1,4 @@
-"""Tests tensorizer's .tensors files in overwire's functions. Each library reads the other's files, and verify reports
+"""Tests tensorizer's .tensors files in overwire's functions. Each library reads the other's files, and `verify` reports
 damage with the name of the file."""
 
 from __future__ import annotations
@@ -113,8 +113,8 @@ def test_overwire_reads_the_references_files(tmp_path: Path, encrypted: bool) ->
 
 @pytest.mark.parametrize("options", [{"decryption_key": bytes(range(32))}, {"decryption_password": "the secret one"}])
 def test_a_key_for_a_file_that_is_not_encrypted(tmp_path: Path, options: dict[str, Any]) -> None:
-    """If a file is not encrypted, a key for it raises an error in every function, because the caller believes that the
-    file is encrypted. The error names the file and shows no secret."""
+    """Every function raises an error if it gets a key for a file that is not encrypted, because the caller believes
+    that it is. The error names the file and shows no secret."""
     tensors = {"a": torch.ones(3)}
     plain, packed, open_ = (str(tmp_path / name) for name in ("plain.safetensors", "packed.safetensors", "open.tensors"))
     ow.save_file(tensors, plain, compress=False)
@@ -218,7 +218,7 @@ def test_convert_both_ways(tmp_path: Path) -> None:
 
 
 def test_damage_is_named(tmp_path: Path) -> None:
-    """verify reports every flipped bit in records and data, and names the file. Truncated files are refused."""
+    """`verify` reports every flipped bit in records and data, and names the file. Truncated files are refused."""
     tensors = {"a": torch.arange(10), "b": torch.arange(6).bfloat16()}
     path = tmp_path / "x.tensors"
     ow.save_file(tensors, path)

@@ -1,4 +1,4 @@
-"""Tests that models which torch.save wrote are compressed and converted without running code in them."""
+"""Tests that models which torch.save wrote are compressed and converted without running any code in them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from test_cli import must, run  # noqa: E402
 
 
 class Arguments:
-    """A trainer's own class."""
+    """A class that a trainer defines itself."""
 
     lr = 1e-3
 
@@ -37,7 +37,7 @@ class Other(torch.Tensor):  # type: ignore[misc]
 
 
 def state() -> dict[str, Any]:
-    """Returns tensors of every dtype of safetensors, with views, ties, parameters, empty tensors and scalars."""
+    """Returns tensors of every dtype that safetensors has, with views, ties, parameters, empty tensors and scalars."""
     w = torch.randn(64, 48)
     every = {
         str(dtype): torch.arange(24, dtype=torch.uint8).view(dtype)
@@ -59,7 +59,7 @@ def state() -> dict[str, Any]:
 
 
 def equal(got: dict[str, Any], want: dict[str, Any]) -> None:
-    """Asserts the same names, dtypes, shapes and bytes."""
+    """Asserts that names, dtypes, shapes and bytes are the same."""
     assert sorted(got) == sorted(want)
     for name, tensor in want.items():
         assert got[name].dtype == tensor.dtype and got[name].shape == tensor.shape, name
@@ -68,8 +68,8 @@ def equal(got: dict[str, Any], want: dict[str, Any]) -> None:
 
 
 def test_tensors_with_attributes_are_converted(tmp_path: Path) -> None:
-    """Tensors of torch's own classes are converted, even with attributes. Bytes that belong to no tensor or to a tensor
-    of another class are refused."""
+    """Tensors of torch's own classes are converted, even with attributes. A file is refused if some of its bytes belong
+    to no tensor or to a tensor of another class."""
     path, target = tmp_path / "a.bin", tmp_path / "a.safetensors"
     marked = torch.arange(3.0)
     marked.note = 1
@@ -88,12 +88,12 @@ def test_tensors_with_attributes_are_converted(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("bit", ["conj", "neg", "neg of uint16"])
 def test_lazy_conjugates_and_negatives_are_refused(tmp_path: Path, bit: str) -> None:
-    """Lazy conjugates and negatives are refused, because their storage holds other values. Resolved tensors are
+    """Lazy conjugates and negatives are refused, because their storage contains other values. Resolved tensors are
     converted."""
     number = torch.tensor([1 + 2j, 3 - 4j], dtype=torch.complex64)
     lazy = number.conj() if bit == "conj" else torch._neg_view(number.real.clone())
     path, target = tmp_path / "a.bin", tmp_path / "a.safetensors"
-    if bit == "neg of uint16":  # torch saves dtypes without a typed storage through another function
+    if bit == "neg of uint16":  # torch saves dtypes that have no typed storage through another function
         lazy = torch._neg_view(torch.ones(2, dtype=torch.uint16))
     assert lazy.is_conj() or lazy.is_neg()
     torch.save({"a": lazy}, path)
@@ -118,8 +118,8 @@ def test_every_tensor_is_converted(tmp_path: Path, compress: bool) -> None:
 
 
 def test_a_training_checkpoint(tmp_path: Path) -> None:
-    """A checkpoint's tensors are named by their paths, and its numbers become metadata. Objects of other classes are
-    reported but not created."""
+    """The tensors of a checkpoint are named after their paths, and its numbers become metadata. Objects of other
+    classes are reported but not created."""
     model = torch.nn.Linear(8, 4)
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(1, 8)).sum().backward()
@@ -170,7 +170,7 @@ def test_a_folder_from_the_command_line(tmp_path: Path) -> None:
 
 
 def test_code_in_a_pickle_is_not_run(tmp_path: Path) -> None:
-    """If a pickle would run a command, it is read without running it, and the report lists the call."""
+    """A pickle that would run a command is read without running it, and the report lists the call."""
     torch.save({"w": torch.ones(3)}, tmp_path / "x.pt")
     ran = tmp_path / "ran"
 
@@ -234,8 +234,8 @@ def test_damage_and_false_sizes_raise_typed_errors(tmp_path: Path) -> None:
 
 
 def test_changed_bytes_are_refused(tmp_path: Path) -> None:
-    """A changed byte of the pickle or a storage is refused, although torch.load accepts it, because the new file would
-    get checksums of the changed bytes. Files without checksums are read."""
+    """A changed byte in the pickle or in a storage is refused although torch.load accepts it, because the new file
+    would get checksums that match the changed bytes. Files without checksums are read."""
     path = tmp_path / "m.pt"
     torch.save({"weight": torch.arange(3000), "other": torch.ones(700).bfloat16()}, path)
     whole = path.read_bytes()
@@ -263,8 +263,8 @@ def test_changed_bytes_are_refused(tmp_path: Path) -> None:
 
 
 def test_entries_that_share_bytes_are_refused(tmp_path: Path) -> None:
-    """Storages with overlapping bytes are refused before their checksums are computed, because a directory of 16 MiB
-    could list the same bytes a hundred thousand times."""
+    """Storages that overlap are refused before their checksums are computed, because a directory of 16 MiB could list
+    the same bytes a hundred thousand times."""
     path = tmp_path / "m.pt"
     torch.save({"a": torch.ones(300), "b": torch.ones(300)}, path)
     infos = {info.filename.rpartition("/")[2]: info for info in zipfile.ZipFile(path).infolist()}
@@ -281,7 +281,7 @@ def test_entries_that_share_bytes_are_refused(tmp_path: Path) -> None:
 
 
 def test_the_first_wrong_checksum_ends_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a wrong checksum, the other threads stop at the next block instead of reading whole storages."""
+    """After a wrong checksum, the other threads stop at the next block instead of reading their storages to the end."""
     path, reads, starts = tmp_path / "m.pt", os.preadv, list[int]()
     torch.save({"a": torch.ones(300), "b": torch.zeros(10 << 20)}, path)
     data = bytearray(path.read_bytes())
@@ -332,8 +332,8 @@ def test_functions_that_read_models_accept_torch_files(tmp_path: Path) -> None:
 
 
 def test_numpy_arrays_that_are_left_out_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """load_file logs a warning if a torch.save file also has numpy arrays, because they may be weights. Numbers,
-    settings and other plain values cause no warning."""
+    """load_file does not load the numpy arrays of a torch.save file, and logs a warning, because they may be weights.
+    Numbers, settings and other plain values cause no warning."""
     path = tmp_path / "m.pt"
     values = {"epoch": 3, "best": np.float64(0.5), "args": argparse.Namespace(lr=0.1), "dtype": torch.float16}
     for weights in ({}, {"b": np.arange(5.0)}, {f"b\n{n}": np.arange(5) for n in range(9)}):
@@ -351,8 +351,8 @@ def test_numpy_arrays_that_are_left_out_are_named(tmp_path: Path, caplog: pytest
 
 
 def test_verify_reports_the_checksums_and_the_size_of_the_file(tmp_path: Path) -> None:
-    """verify compares the checksums of archives that have them and reports "contents". For other files it reports
-    "structure". verify and inspect state the size of the file itself."""
+    """If an archive has checksums, `verify` compares them and reports that it checked "contents", and otherwise
+    "structure". `verify` and `inspect` give the size of the file itself."""
     numpy = pytest.importorskip("numpy")
     tensors = {"a": torch.ones(5000), "empty": torch.empty(0)}
     torch.save(tensors, tmp_path / "a.pt")
@@ -389,7 +389,7 @@ def test_the_format_before_torch_1_6(tmp_path: Path) -> None:
 
 
 def test_conversion_does_not_change_the_source(tmp_path: Path) -> None:
-    """Converting a folder does not change it. An index of safetensors files that are missing is reported and not
+    """Converting a folder does not change it. An index of safetensors files that do not exist is reported and not
     copied."""
     source = tmp_path / "model"
     source.mkdir()
@@ -414,7 +414,7 @@ def test_files_that_would_get_one_name(tmp_path: Path) -> None:
 
 
 def test_expanded_tensors(tmp_path: Path) -> None:
-    """An expanded tensor is converted. A tensor that would take far more memory than its file is refused."""
+    """An expanded tensor is converted, unless it would take far more memory than its file."""
     torch.save({"row": torch.arange(3).expand(5, 3)}, tmp_path / "small.pt")
     ow.convert(tmp_path / "small.pt", tmp_path / "small.safetensors")
     equal(ow.load_file(tmp_path / "small.safetensors"), {"row": torch.arange(3).expand(5, 3)})
@@ -475,7 +475,7 @@ def _dict(count: int, value: bytes) -> bytes:
     ids=["names", "texts", "lists", "classes", "tensors"],
 )
 def test_pickles_that_expand_are_refused(tmp_path: Path, pickled: bytes, error: type[Exception]) -> None:
-    """If a pickle refers to one key, value, class or tensor many times, it is refused before it is expanded."""
+    """A pickle that refers to one key, value, class or tensor very often is refused before it is expanded."""
     path = _archive(tmp_path / "small.pt", pickled + b".", (("data/0", bytes(1 << 20)),))
     with pytest.raises(error, match=re.escape(str(path))):
         ow.convert(path, tmp_path / "x.safetensors")
@@ -483,8 +483,8 @@ def test_pickles_that_expand_are_refused(tmp_path: Path, pickled: bytes, error: 
 
 
 def test_values_and_names_that_no_file_can_have(tmp_path: Path) -> None:
-    """Integers with thousands of digits and lone surrogates are reported as values and refused as names. If a tensor
-    cannot have a name, the error names the file."""
+    """Integers with thousands of digits, and lone surrogates, are reported if they are values and refused if they are
+    names. The error for a tensor with such a name names the file."""
     digits = b"\x8b" + (4000).to_bytes(4, "little") + b"\1" * 4000
     half = _text(b"\xed\xa0\x80")
     entry = (("data/0", b"abcd"),)
@@ -501,8 +501,8 @@ def test_values_and_names_that_no_file_can_have(tmp_path: Path) -> None:
 
 
 def test_archives_with_false_directories(tmp_path: Path) -> None:
-    """If an archive's directory claims a huge size in a sparse file, it is not read. A duplicate entry and a shard
-    index with endless nesting are refused."""
+    """The directory of an archive is not read if it claims to be huge, as a sparse file makes possible. A duplicate
+    entry and a deeply nested shard index are refused."""
     size, path = 1 << 40, tmp_path / "holes.pt"
     with open(path, "wb") as file:
         file.truncate(size)
@@ -525,7 +525,7 @@ def test_archives_with_false_directories(tmp_path: Path) -> None:
 
 
 def test_a_dict_or_list_that_contains_itself(tmp_path: Path) -> None:
-    """A dict or list that contains itself is refused, because its names would have no end. A dict that occurs twice is
+    """A dict or list that contains itself is refused, because its names would be endless. A dict that occurs twice is
     read."""
     twice = {"w": torch.ones(3)}
     loop: dict[str, Any] = {"w": torch.ones(3)}
@@ -540,8 +540,8 @@ def test_a_dict_or_list_that_contains_itself(tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_truncated_while_it_is_read(torch_script: Any, tmp_path: Path) -> None:
-    """If a file is truncated after its directory was read, reading the pickle, a strided tensor or a plain tensor
-    raises CorruptError and does not crash."""
+    """If a file is truncated after its directory was read, reading the pickle, a strided tensor or a contiguous tensor
+    raises CorruptError instead of crashing."""
     torch_script("""
 import os, torch, overwire as ow
 from overwire.bundles import torchfiles, torchfolders
@@ -576,7 +576,7 @@ def test_strided_tensors_in_small_reads(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_a_file_that_cannot_be_opened_is_not_left_out(tmp_path: Path) -> None:
-    """If a file cannot be opened for lack of descriptors, an error is raised, because the file may belong to the
+    """If no descriptor is left to open a file of a folder, an error is raised, because the file may belong to the
     model."""
     torch.save({"a": torch.arange(9)}, tmp_path / "pytorch_model.bin")
     assert torchfolders.is_torch_model(str(tmp_path / "pytorch_model.bin"))

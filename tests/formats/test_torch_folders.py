@@ -1,4 +1,4 @@
-"""Tests that no part of a torch.save file or folder is silently left out, and that all readers agree."""
+"""Tests that no part of a torch.save file or folder is left out silently, and that all readers agree."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ _DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
 
 @pytest.mark.parametrize("damage", _DAMAGES)
 def test_an_unreadable_weight_file_in_a_folder(tmp_path: Path, damage: str) -> None:
-    """If a weight file in a folder cannot be read, an error names the file and its kind, before anything is written or
-    loaded. The file may have a usual or another name, and be next to good files or in a subfolder."""
+    """If a weight file in a folder cannot be read, an error names the file and its kind before anything is written or
+    loaded. This holds for usual and unusual names, next to good files and in a subfolder."""
     make, text = _DAMAGES[damage]
     for number, (good, bad) in enumerate([
         ("pytorch_model.bin", "pytorch_model_1.bin"), ("consolidated.00.pth", "consolidated.01.pth"),
@@ -90,7 +90,7 @@ def test_an_unreadable_weight_file_in_a_folder(tmp_path: Path, damage: str) -> N
 
 
 def test_a_directory_that_is_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If an archive in a folder has too many entries, an error is raised, and the file is not left out."""
+    """An archive with too many entries raises an error. It is not simply left out of the folder's model."""
     monkeypatch.setattr(zips, "_DIRECTORY", 100)
     (tmp_path / "model").mkdir()
     torch.save({"w": torch.ones(3)}, tmp_path / "model/pytorch_model.bin")
@@ -99,8 +99,8 @@ def test_a_directory_that_is_too_large(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_every_other_file_is_copied_or_reported(tmp_path: Path) -> None:
-    """Weights of other libraries and hidden folders are copied or reported. Files that are nested too deeply, or listed
-    but missing, raise an error."""
+    """Weights of other libraries and hidden folders are copied or reported. Files that are nested too deeply, or that
+    an index lists but do not exist, cause an error."""
     source = tmp_path / "model"
     folder(source)
     (source / "flax_model.msgpack").write_bytes(b"flax")
@@ -135,7 +135,7 @@ def test_every_other_file_is_copied_or_reported(tmp_path: Path) -> None:
 
 
 class _Loud:
-    """A class that fails when it is created."""
+    """A class that fails when an object of it is created."""
 
     def __init__(self) -> None:
         raise AssertionError("the pickle was run")
@@ -181,8 +181,8 @@ def _shards(folder: Path, **weights: str) -> Path:
 
 
 def test_a_part_of_a_model_is_refused(tmp_path: Path) -> None:
-    """load_file, verify and convert refuse a set of shards with a gap, an index that does not match its files, and
-    numbered parts with a gap, and name the files. If there is an index, it decides what belongs to the model."""
+    """`load_file`, `verify` and `convert` refuse a set of shards or numbered parts with a gap, and an index that does
+    not match its files, and name the files. If there is an index, it decides what belongs to the model."""
     lacking = _shards(tmp_path / "lacking")
     os.remove(lacking / "pytorch_model-00002-of-00002.bin")
     (lacking / "pytorch_model-00002-of-00002.bin.part").touch()
@@ -218,8 +218,8 @@ def test_a_part_of_a_model_is_refused(tmp_path: Path) -> None:
 
 
 def test_pipelines_with_both_kinds_of_files(tmp_path: Path) -> None:
-    """A pipeline with a torch.save component and a safetensors component is converted as a whole. A damaged component
-    raises an error. Hidden files are ignored."""
+    """A pipeline that has one component in torch.save files and one in safetensors files is converted as a whole. A
+    damaged component raises an error. Hidden files are ignored."""
     source = tmp_path / "pipeline"
     for name in ("unet", "vae"):
         (source / name).mkdir(parents=True)
@@ -247,7 +247,8 @@ def test_pipelines_with_both_kinds_of_files(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_cannot_be_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A disk error while a folder is listed is raised. The folder does not count as a folder without weights."""
+    """If a disk error occurs while a folder is listed, it is raised. The folder does not count as one without
+    weights."""
     torch.save({"u": torch.ones(3)}, tmp_path / "model.pt")
 
     def fail(path: object) -> list[str]:
@@ -261,8 +262,8 @@ def test_a_folder_that_cannot_be_listed(tmp_path: Path, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
 def test_objects_next_to_the_weights(tmp_path: Path, protocol: int) -> None:
-    """Tensors next to dates, time zones, bytes, default dicts and other objects are converted in every pickle protocol.
-    Plain data becomes metadata, other objects are reported, and nothing is created or called."""
+    """In every pickle protocol, tensors are converted even if dates, time zones, bytes, default dicts and other objects
+    are next to them. Plain data becomes metadata, other objects are reported, and nothing is created or called."""
     tensors = defaultdict(folder, w=torch.ones(3))
     torch.save({"model": tensors, "saved": _OBJECTS}, tmp_path / "m.ckpt", pickle_protocol=protocol)
     report = ow.convert(tmp_path / "m.ckpt", tmp_path / "m.safetensors")
@@ -279,7 +280,7 @@ def test_objects_next_to_the_weights(tmp_path: Path, protocol: int) -> None:
 
 
 def test_tensors_under_keys_that_are_not_names(tmp_path: Path) -> None:
-    """Tensors whose keys cannot be names are refused and not left out."""
+    """A tensor with a key that cannot be a name is refused instead of being left out."""
     torch.save({datetime.date(2024, 1, 2): torch.ones(3), "w": torch.ones(2)}, tmp_path / "m.pt")
     with pytest.raises(ow.NotSupportedError, match=r"m\.pt: 1 tensors are inside objects"):
         ow.convert(tmp_path / "m.pt", tmp_path / "m.safetensors")
@@ -300,7 +301,7 @@ def test_tensors_of_other_classes_are_not_left_out(tmp_path: Path) -> None:
 
 
 def test_several_values_with_one_name(tmp_path: Path) -> None:
-    """If several keys give the same name, the first value is kept and the others are reported."""
+    """If several keys lead to one name, the first value is kept and the others are reported."""
     torch.save({"w": torch.ones(2), "a.b": 1, "a": {"b": 2}, 7: "x", "7": "y"}, tmp_path / "m.pt")
     report = ow.convert(tmp_path / "m.pt", tmp_path / "m.safetensors")
     with ow.safe_open(tmp_path / "m.safetensors", "np") as file:
@@ -311,8 +312,8 @@ def test_several_values_with_one_name(tmp_path: Path) -> None:
 
 
 def test_a_storage_with_two_dtypes_or_lengths_is_refused(tmp_path: Path) -> None:
-    """If a storage is used with two dtypes, it is refused, because torch uses the first dtype for both. A storage with
-    more or fewer elements than its entry is also refused."""
+    """A storage that is used with two dtypes is refused, because torch uses the first dtype for both. So is a storage
+    with more or fewer elements than its entry."""
     integer = (
         b"ctorch._utils\n_rebuild_tensor_v2\n((" + _text(b"storage") + b"ctorch\nIntStorage\n" + _text(b"0")
         + _text(b"cpu") + b"K\1tQK\0K\1\x85K\1\x85\x89NtR"
@@ -335,7 +336,7 @@ def test_a_storage_with_two_dtypes_or_lengths_is_refused(tmp_path: Path) -> None
 
 
 def test_views_without_elements(tmp_path: Path) -> None:
-    """Empty views are converted, whatever their offset."""
+    """Views without elements are converted, whatever their offset."""
     want = {"rows": torch.empty(3, 0)[1::2], "end": torch.ones(4)[4:], "w": torch.ones(2)}
     torch.save(want, tmp_path / "m.pt")
     ow.convert(tmp_path / "m.pt", tmp_path / "m.safetensors")
@@ -362,8 +363,8 @@ def test_float4_tensors(tmp_path: Path) -> None:
 
 
 def test_archives_that_were_packed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Deflated entries, which torch.load can read, are converted, contiguous or strided. Damaged entries, entries that
-    inflate too far, and other methods are refused, and no file is left."""
+    """Deflated entries, which torch.load can read, are converted for contiguous and strided tensors. Damaged entries,
+    entries that inflate to too many bytes, and other compression methods are refused, and no file is left."""
     want = state()
     path, target = tmp_path / "m.pt", tmp_path / "m.safetensors"
 

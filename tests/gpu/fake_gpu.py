@@ -1,6 +1,6 @@
-"""Runs those tests/gpu/test_gpu_*.py files in which torch uses no GPU, on a machine without a GPU.
+"""Runs, on a machine without a GPU, the tests/gpu/test_gpu_*.py files that do not need torch on a GPU.
 
-Their engine uses the fake driver of gosrc/device/cuda and the versions of the kernels that run on the CPU.
+The engine uses the fake driver of gosrc/device/cuda, which runs the kernels on the CPU.
 
     python tests/gpu/fake_gpu.py [pytest's arguments]
 

@@ -22,14 +22,14 @@ from overwire.offloading.sharing import BlockGroup
 from overwire.offloading.source import Source
 from overwire.offloading.stored import HostMemory, SharedMemory, StoredBlock, encode_block
 
-# A rank that runs for more than HANGS seconds counts as hanging. Each rank has BUFFERS buffers.
+# A rank that runs for more than HANGS seconds is considered to hang. Each rank has BUFFERS buffers.
 HANGS, BUFFERS = 120, 3
 
 HOST = torch.device("cpu")
 
 
 class Rank:
-    """A rank with its blocks in a group's memory, and the bytes that they must have after decoding."""
+    """A rank, its blocks in a group's memory, and the bytes that they must have after decoding."""
 
     def __init__(self, members: grouping.Members, number: int, file: Path | None) -> None:
         device = torch.device("cuda", number)
@@ -51,7 +51,7 @@ class Rank:
             self.source = Source(model, file, HOST, is_shared=True)
         self.group = BlockGroup(members, device, self.blocks, {}, self.source)
         if file is not None:
-            self.group._device = HOST  # torch does not see the fake GPU, so the host checks the streams
+            self.group._device = HOST  # torch does not see the fake GPU, so the check is done on the CPU
         self.stored = [self._store(at) for at in range(len(self.blocks))]
         self.memories = [one.memory for one in self.stored if isinstance(one.memory, SharedMemory)]
         self.group.open_ring(max(one.nbytes for one in self.memories), BUFFERS, self.memories)
@@ -69,7 +69,7 @@ class Rank:
         self.group.fetch_part(self.memories[at], self.stream)
 
     def decode(self, at: int) -> None:
-        """Queues the decoding of the oldest block, which must have the number `at`."""
+        """Queues the decoding of the oldest block, which must be block number `at`."""
         one = self.stored[at]
         out = gpu.alloc(one.nbytes, self.device, self.stream)
         source = self.group.take_block(self.memories[at], self.stream)
@@ -77,7 +77,7 @@ class Rank:
         self.decodings.append((at, gpu.decode(self.device, self.stream, tasks, "X16"), out))
 
     def compare(self) -> None:
-        """Compares all decoded blocks with the bytes that they must have."""
+        """Compares all decoded blocks with the expected bytes."""
         for at, batch, out in self.decodings:
             assert batch.wait() == [None, None]
             for place, tensor in zip(self.stored[at].places, self.tensors[at], strict=True):
@@ -116,7 +116,7 @@ def run_rank(folder: Path, rank: int, ranks: int, case: str) -> None:
     else:
         assert case != "killed"
     one.compare()
-    for memory, kept in zip(one.memories, one.stored, strict=True):  # parts of a dead rank also stay in memory
+    for memory, kept in zip(one.memories, one.stored, strict=True):  # even the parts of a dead rank stay in memory
         decoded = torch.empty(kept.nbytes, dtype=torch.uint8)
         ow.offloading.stored.decode_on_host(kept, range(2), decoded)
         assert kept.is_in(decoded) and memory.nbytes

@@ -1,7 +1,7 @@
 """Tests on a real GPU that every kind of load gives the same bytes as a load to the CPU.
 
-The same code is tested without a GPU through the kernels' host twins and the fake driver (`go test -tags owfake
-./gosrc/device/cuda`).
+`go test -tags owfake ./gosrc/device/cuda` tests the same code without a GPU, on a fake driver that runs the kernels on
+the CPU.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def run(*argv: str) -> None:
     subprocess.run([sys.executable, "-m", "overwire", *argv], check=True, capture_output=True)
 
 
-# One worker runs all tests of a kind, so that the files of the kind are made only once.
+# One worker runs all tests of a kind of model, so the files of this kind are made only once.
 @pytest.fixture(scope="module", params=[pytest.param(kind, marks=pytest.mark.xdist_group(kind)) for kind in KINDS])
 def model(request, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp(request.param)
@@ -67,7 +67,7 @@ def test_same_bytes_as_on_the_cpu(model: Path, file: str) -> None:
 
 @pytest.mark.parametrize("file", ["plain.safetensors", "packed.safetensors"])
 def test_tensors_that_load_in_the_background(model: Path, file: str) -> None:
-    """The drop-in's `prefetch` loads whole tensors and rows to a GPU, from a file that is open on the CPU."""
+    """The drop-in's `prefetch` loads whole tensors and rows to a GPU from a file that was opened for the CPU."""
     import overwire.compat.safetensors as drop_in
 
     want = ow.load_file(model / file)
@@ -86,7 +86,8 @@ def test_tensors_that_load_in_the_background(model: Path, file: str) -> None:
 
 
 def test_a_loop_that_changes_its_stream(model: Path) -> None:
-    """If tensors were read ahead for one torch stream, programs that use another stream still get the right tensors."""
+    """If tensors were read ahead on one torch stream and the program switches to another, it still gets the right
+    tensors."""
     want = ow.load_file(model / "packed.safetensors")
     side = torch.cuda.Stream()
     got = {}
@@ -167,7 +168,7 @@ def test_load_model_fills_the_memory_of_the_model(tmp_path: Path) -> None:
 
 
 def comes_true(true: Callable[[], bool]) -> None:
-    """Waits up to 30 seconds until true() holds, because engine threads finish later."""
+    """Waits up to 30 seconds for true() to hold, because threads of the engine may finish later."""
     end = time.monotonic() + 30
     while not true():
         assert time.monotonic() < end
@@ -212,7 +213,7 @@ def test_out_of_memory_errors_give_the_size_and_memory_is_freed(tmp_path: Path) 
     small = {f"s{i}": torch.zeros(900_000, dtype=torch.uint8) for i in range(80)}
     ow.save_file(big, tmp_path / "big")
     ow.save_file(small, tmp_path / "small")
-    for name in ("big", "small"):  # creates the lane and torch's context
+    for name in ("big", "small"):  # creates the engine's lane and torch's context
         ow.load_file(tmp_path / name, device="cuda")
     ow.empty_cache()
     torch.cuda.empty_cache()
@@ -249,8 +250,8 @@ def test_empty_cache(tmp_path: Path) -> None:
 
 
 def test_a_load_requests_memory_in_few_blocks(torch_script: Callable, tmp_path: Path) -> None:
-    """A first load requests memory from the driver in a few groups of tensors. Later loads request almost none. Each
-    tensor has its own storage, and torch frees all memory after all tensors are dropped. Memory that torch has cached
+    """The first load requests memory from the driver for a few groups of tensors, and later loads request almost none.
+    Each tensor has its own storage. When all tensors are dropped, torch frees all memory. Memory that torch has cached
     is used."""
     sizes = [20, 34, 50, 8] * 10
     tensors = {f"t{i:02}": torch.full((n << 20,), i, dtype=torch.uint8) for i, n in enumerate(sizes)}
@@ -408,7 +409,7 @@ def test_threads_load_to_every_gpu_at_once(tmp_path: Path) -> None:
 
 
 def test_tensors_files(tmp_path: Path) -> None:
-    """tensorizer's class and overwire load equal tensors from .tensors files."""
+    """tensorizer's class and overwire's functions load the same tensors from .tensors files."""
     from overwire.compat import tensorizer
 
     torch.manual_seed(2)
@@ -431,7 +432,7 @@ def test_tensors_files(tmp_path: Path) -> None:
 
 
 def test_gds_reads_the_same_bytes_or_logs_a_reason(model: Path) -> None:
-    """read="gds" gives the same bytes if GPUDirect Storage works. Otherwise the load reads through host memory, and one
+    """read="gds" gives the same bytes. If GPUDirect Storage does not work, the load reads through host memory, and one
     log line gives the reason."""
     code = f"""
 import logging, sys
@@ -491,7 +492,7 @@ def test_tensors_can_be_freed_while_a_graph_is_captured(tmp_path: Path, where: s
     ow.save_file(SMALL, tmp_path / "m")
     want = ow.load_file(tmp_path / "m")
     ow.preload(tmp_path / "m", device="cuda").wait()
-    held = [ow.load_file(tmp_path / "m", device="cuda") for _ in range(3)]  # the first one joins the preload
+    held = [ow.load_file(tmp_path / "m", device="cuda") for _ in range(3)]  # the first load joins the preload
 
     def drop(step: int) -> None:
         if step in (5, 30, 60):
@@ -511,7 +512,7 @@ def test_tensors_can_be_freed_while_a_graph_is_captured(tmp_path: Path, where: s
 def test_loads_run_while_another_thread_captures(tmp_path: Path) -> None:
     ow.save_file(MIXED, tmp_path / "m")
     want = ow.load_file(tmp_path / "m")
-    ow.empty_cache()  # so that lanes, pinned memory and torch's segments are created again
+    ow.empty_cache()  # so lanes, pinned memory and torch's segments are created again
     got: list[dict[str, torch.Tensor]] = []
     failed: list[BaseException] = []
 
@@ -575,8 +576,8 @@ def test_a_load_does_not_wait_for_work_on_other_streams(tmp_path: Path, size: st
         torch.cuda._sleep(8_000_000_000)  # about 4 s
         done.record(side)
     del earlier
-    time.sleep(0.3)  # until the engine frees memory
+    time.sleep(0.3)  # until the engine has freed memory
     got = ow.load_file(tmp_path / "m", device="cuda")
-    assert done.query() is False, "the load waited for a side stream"
+    assert done.query() is False, "the load waited for another stream"
     done.synchronize()
     equal(got, want)

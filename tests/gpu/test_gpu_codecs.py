@@ -1,7 +1,7 @@
 """Tests overwire.gpu and compat.nvcomp with Arrays on a GPU, real or fake.
 
-`make fakepy` runs this on an engine with the fake driver and the kernels' host twins. Tests that need torch on a GPU
-are skipped there.
+`make fakepy` runs this on the fake driver, which runs the kernels on the CPU. Tests that need torch on a GPU are
+skipped there.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ needs_torch = pytest.mark.skipif(not REAL, reason="torch has no GPU")
 
 
 def content(size: int, seed: int = 5) -> bytes:
-    """Returns 2-byte words. The second byte has only four values, similar to the exponents of weights."""
+    """Returns 2-byte words. The second byte takes only four values, like the exponents of weights."""
     r = random.Random(seed)
     piece = bytearray(r.randbytes(min(size, 70_000)))
     for i in range(1, len(piece), 2):
@@ -68,7 +68,8 @@ def test_backends_name_the_device() -> None:
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("kind", KINDS, ids=[k.name for k in KINDS])
 def test_device_memory_round_trips(name: str, kind: Any, contents: dict[int, bytes]) -> None:
-    """Data of every length round-trips with every algorithm and bitstream, and equals the CPU decoder's result."""
+    """Data of every length round-trips with every algorithm and bitstream, and the CPU decoder gives the same
+    result."""
     codec = nvcomp.Codec(algorithm=name, bitstream_kind=kind, uncomp_chunk_size=65536)
     bitstream = codecs.BITSTREAMS[int(kind)]
     plain = list(contents.values())
@@ -83,7 +84,7 @@ def test_device_memory_round_trips(name: str, kind: Any, contents: dict[int, byt
         assert d.buffer_kind is nvcomp.ArrayBufferKind.STRIDED_DEVICE and d.buffer_size == len(p) and back(d) == p, len(
             p
         )
-    # Streams in CPU memory, decoded one at a time, with sizes from a config.
+    # These streams are in CPU memory and decoded one at a time, with sizes from a config.
     for p, e in zip(plain, encoded, strict=True):
         stored = back(e)
         if p:
@@ -133,7 +134,7 @@ def test_a_wrong_length_raises_and_nothing_is_written_past_the_output(contents: 
     made = codec.decode(e, decompression_config=config)
     with pytest.raises(errors.CorruptError):
         made.cpu()
-    assert made.cpu().buffer_size == 65536  # the error is raised once
+    assert made.cpu().buffer_size == 65536  # the error is raised only once
     with pytest.raises(errors.CorruptError):
         _strictly(e)
     small = there(bytes(100))
@@ -160,7 +161,7 @@ def test_only_the_damaged_buffer_raises(name: str, contents: dict[int, bytes]) -
         try:
             one, two, three = codec.decode([there(good), there(bytes(bad) or b"\0"), there(good)])
         except (ValueError, errors.OverwireError):
-            continue  # the header was already refused
+            continue  # here the header is refused
         assert back(one) == plain == back(three)
         try:
             back(two)
@@ -189,7 +190,7 @@ def test_out_and_capacity(contents: dict[int, bytes]) -> None:
 
 
 def test_encoding_on_the_gpu_gives_the_bytes_of_the_cpu(contents: dict[int, bytes]) -> None:
-    """If the dtype is known, the GPU encodes the same X16 streams as the CPU, even into the caller's memory."""
+    """If the dtype is known, the GPU encodes to the same X16 streams as the CPU, also into the caller's memory."""
     for kind, bitstream in zip(KINDS, codecs.BITSTREAMS, strict=True):
         codec = nvcomp.Codec(algorithm="X16", data_type="bfloat16", bitstream_kind=kind, uncomp_chunk_size=16384)
         for size in (0, 7, 65536, 65537):
@@ -232,7 +233,7 @@ def test_interfaces_share_the_memory(contents: dict[int, bytes]) -> None:
 
 
 class Pool:
-    """A user's allocator that counts its memory."""
+    """A user's allocator that counts how much memory it has given out."""
 
     def __init__(self, device: bool) -> None:
         self.device, self.live, self.made = device, 0, 0
@@ -468,7 +469,7 @@ def test_gpu_functions_refuse_overlaps() -> None:
 
 
 def test_stored_chunks_of_a_file_decode_on_the_gpu(tmp_path: Path) -> None:
-    """Stored chunks of a compressed file are loaded to the GPU, which decodes them to the tensors."""
+    """Chunks are loaded to the GPU as they are stored in a compressed file, and the GPU decodes them to the tensors."""
     tensors = {"a": torch.randn(700, 1001).bfloat16(), "b": torch.randn(3, 5).half(), "c": torch.tensor(0.5)}
     save_file(tensors, tmp_path / "m.safetensors", compress=True)
     model = Model(tmp_path / "m.safetensors")

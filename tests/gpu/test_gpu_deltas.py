@@ -1,7 +1,7 @@
 """Tests deltas of tensors on a GPU, real or fake.
 
-`make fakepy` runs this on the fake driver and the kernels' host twins. Tests that need torch on a GPU are skipped
-there.
+`make fakepy` runs this on the fake driver, which runs the kernels on the CPU. Tests that need torch on a GPU are
+skipped there.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def downloaded(memory: gpu.Memory) -> Any:
 
 
 def pair(seed: int, share: float) -> tuple[Any, Any]:
-    """Returns bytes in which a share was changed, and the original bytes."""
+    """Returns a copy of random bytes in which a share was changed, and the original."""
     rng = np.random.default_rng(seed)
     base = rng.integers(0, 256, 600_000, np.uint8)
     new = base.copy()
@@ -89,7 +89,7 @@ def test_memory_of_a_gpu(seed: int, tmp_path: Path) -> None:
 
 @needs_torch
 def test_tensors_of_torch(seed: int, tmp_path: Path) -> None:
-    """Tensors of every dtype, tied and strided, on one or several GPUs, give the same delta as on the CPU."""
+    """Tensors of every dtype, even tied or strided, on one or several GPUs, give the same delta as on the CPU."""
     from conftest import every_dtype
 
     generator = torch.Generator().manual_seed(seed)

@@ -1,7 +1,7 @@
 """Tests digests of tensors on a GPU, real or fake.
 
-`make fakepy` runs this on the fake driver and the kernels' host twins. Tests that need torch on a GPU are skipped
-there.
+`make fakepy` runs this on the fake driver, which runs the kernels on the CPU. Tests that need torch on a GPU are
+skipped there.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def asked(stream: int, contiguous: int, numbers: list[int]) -> list[str]:
 
 
 def test_memory_of_a_gpu(seed: int) -> None:
-    """The engine's function gives the CPU's digests for any length and offset, on the caller's stream."""
+    """The engine's function gives the same digests as on the CPU, for any length and offset, on the caller's stream."""
     data = random.Random(seed).randbytes(300_000)
     address, size, keep = buffer_of(data)
     memory = gpu.alloc(size, 0)
@@ -56,7 +56,7 @@ def test_memory_of_a_gpu(seed: int) -> None:
 
 @needs_torch
 def test_tensors_of_torch(seed: int) -> None:
-    """Tensors of every dtype and stride have the same digest on each GPU as on the CPU."""
+    """Tensors of every dtype and any strides have the same digest on each GPU as on the CPU."""
     from conftest import every_dtype
 
     generator = torch.Generator().manual_seed(seed)
@@ -82,7 +82,7 @@ def test_tensors_of_torch(seed: int) -> None:
 
 
 def _alike(tensor: Any, device: int) -> Any:
-    """Returns the same view of a copy of the tensor's storage on a GPU."""
+    """Copies the tensor's storage to a GPU, and returns the same view of the copy."""
     storage = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage()).to(device)
     return storage.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
@@ -120,8 +120,8 @@ def test_a_model_on_a_gpu(tmp_path: Any) -> None:
 
 
 def test_a_file_decoded_on_a_gpu(tmp_path: Any, seed: int) -> None:
-    """Tensors that a GPU decodes have the same digests as on the CPU: compressed, plain, tied, empty and one-element
-    tensors. The GPU decodes only the requested tensors. Damage is detected."""
+    """Tensors that a GPU decodes from a file (compressed, plain, tied, empty, of one element) have the same digests as
+    on the CPU. The GPU decodes only the requested tensors. Damage is detected."""
     made = torch.Generator().manual_seed(seed)
     tensors = {
         "big": torch.randn(900, 701, generator=made).bfloat16(),

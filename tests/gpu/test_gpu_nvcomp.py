@@ -1,5 +1,5 @@
-"""Tests which calls overwire.compat.nvcomp passes to nvCOMP. Most tests replace nvCOMP, so they also run on the fake
-GPU of `make fakepy`. The last tests use nvCOMP itself on a real GPU."""
+"""Tests which calls overwire.compat.nvcomp passes to nvCOMP. Most tests use a stand-in for nvCOMP, so they also run on
+the fake GPU of `make fakepy`. The last tests use nvCOMP itself on a real GPU."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MARK = b"\x01\x02\x03\x04\x06"
 
 
 class StandIn:
-    """Replaces nvCOMP if it is not installed. It reads streams that `marked` made."""
+    """Stands in for nvCOMP if it is not installed, and reads the streams that `marked` makes."""
 
     asked: list[dict[str, Any]] = []
     Array, CompressConfig = nvcomp.Array, nvcomp.CompressConfig
@@ -58,8 +58,8 @@ class StandIn:
 
 
 def marked(stream: bytes) -> bytes:
-    """Returns a stream in a form that overwire does not recognise. A native stream gets another head, and other streams
-    get a prefix."""
+    """Returns a stream that overwire does not recognise. A native stream gets another head, and other streams get a
+    prefix."""
     return MARK + stream[5:] if stream[:4] == b"OWBS" else MARK + b"+" + stream
 
 
@@ -77,8 +77,8 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> type[StandIn]:
 
 
 def test_native_streams_of_nvcomp_are_passed_to_nvcomp(stand_in: Any, plain: bytes) -> None:
-    """Only nvCOMP's native streams are passed to nvCOMP. A batch may contain both overwire's and nvCOMP's streams.
-    Outputs, types and configs work."""
+    """nvCOMP gets its own native streams and not overwire's. A batch may mix overwire's and nvCOMP's streams. Outputs,
+    types and configs work."""
     ours = nvcomp.Codec(algorithm="LZ4").encode(there(plain))
     theirs = marked(back(ours))
     for codec in (nvcomp.Codec(), nvcomp.Codec(algorithm="LZ4")):
@@ -110,7 +110,7 @@ def test_native_streams_of_nvcomp_are_passed_to_nvcomp(stand_in: Any, plain: byt
 
 
 def test_only_options_for_reading_are_passed_to_nvcomp(stand_in: Any) -> None:
-    """Only options for reading are passed to nvCOMP, because nvCOMP refuses unknown options."""
+    """Only options for decoding are passed to nvCOMP, because it refuses unknown options."""
     plain = bytes(range(256)) * 16
     policy = nvcomp.ChecksumPolicy.COMPUTE_AND_VERIFY_IF_PRESENT
     codec = nvcomp.Codec(
@@ -123,8 +123,7 @@ def test_only_options_for_reading_are_passed_to_nvcomp(stand_in: Any) -> None:
 
 @pytest.mark.parametrize(("name", "kind"), [("Cascaded", 1), ("Cascaded", 2), ("LZ4", 2), ("Snappy", 2), ("Zstd", 2)])
 def test_blocks_that_overwire_refuses_are_passed_to_nvcomp(name: str, kind: int, stand_in: Any, plain: bytes) -> None:
-    """Cascaded and length-prefixed streams do not identify their writer. If overwire refuses such a block, nvCOMP gets
-    it."""
+    """Cascaded and length-prefixed streams do not show who wrote them. nvCOMP gets those that overwire refuses."""
     codec = nvcomp.Codec(algorithm=name, bitstream_kind=nvcomp.BitstreamKind(kind), data_type="|u1")
     ours = back(codec.encode(there(plain)))
     bad = marked(ours)
@@ -145,7 +144,8 @@ def test_blocks_that_overwire_refuses_are_passed_to_nvcomp(name: str, kind: int,
 @pytest.mark.parametrize("kind", KINDS[:2], ids=[k.name for k in KINDS[:2]])
 @pytest.mark.parametrize("name", ["ANS", "Bitcomp"])
 def test_results_of_nvcomp_outlive_codecs(name: str, kind: Any, plain: bytes) -> None:
-    """nvCOMP's result lives as long as overwire's Array of it, even if Codecs and other Arrays are dropped."""
+    """A result of nvCOMP lives as long as the overwire Array that wraps it, even if Codecs and other Arrays are
+    dropped."""
     theirs = pytest.importorskip("nvidia.nvcomp")
     named = {"algorithm": name, "data_type": "|u1" if name == "ANS" else "<i4", "bitstream_kind": kind}
     data = plain
@@ -169,7 +169,7 @@ def test_results_of_nvcomp_outlive_codecs(name: str, kind: Any, plain: bytes) ->
 @needs_torch
 @pytest.mark.parametrize("name", ["LZ4", "Snappy", "Zstd", "Deflate", "GDeflate", "Cascaded"])
 def test_nvcomp_reads_the_streams_that_it_wrote(name: str, plain: bytes) -> None:
-    """nvCOMP's native streams with checksums and its length-prefixed streams are read by nvCOMP. Damage raises an
+    """nvCOMP reads its own native streams with checksums and its own length-prefixed streams. Damage raises an
     error."""
     theirs = pytest.importorskip("nvidia.nvcomp")
     if theirs is nvcomp:

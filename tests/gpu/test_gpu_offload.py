@@ -1,4 +1,5 @@
-"""Tests that an offloaded model on a GPU has the resident model's outputs, with poisoned slots, streams and threads."""
+"""Tests that a model has the same outputs when it is offloaded from a GPU as when it is resident. Slots are poisoned
+after use."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 @pytest.fixture
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fills a slot with 0xff after its block has run, so that reading it later gives wrong outputs."""
+    """Fills each slot with 0xff after its block has run, so that a late read gives wrong outputs."""
     release = rings.Ring.release
 
     def poison(self: Any, at: int) -> bool:
@@ -49,7 +50,7 @@ def outputs(model: Any) -> Any:
 @pytest.mark.parametrize("home", ["cpu", "cuda"])
 @pytest.mark.parametrize("slots", [1, 2, 3])
 def test_outputs_equal_the_resident_models(poisoned: None, dtype: Any, home: str, slots: int) -> None:
-    """Outputs equal the resident model's in every order of the blocks, for a model on the CPU or on the GPU. close
+    """Outputs match the resident model's in every order of the blocks, for a model on the CPU or on the GPU. `close`
     restores every byte on the device that the model was on."""
     reference = Model(7, 512, dtype).cuda()
     model = copy.deepcopy(reference).to(home)
@@ -66,8 +67,8 @@ def test_outputs_equal_the_resident_models(poisoned: None, dtype: Any, home: str
 @pytest.mark.parametrize("home", ["cpu", "cuda"])
 @pytest.mark.parametrize("where", ["device", "auto"])
 def test_blocks_stay_compressed_on_the_device(poisoned: None, dtype: Any, home: str, where: Any) -> None:
-    """Outputs equal the resident model's, the offload reports the device memory that it uses, and close restores every
-    byte."""
+    """Outputs match the resident model's, the offload reports the device memory that it uses, and `close` restores
+    every byte."""
     reference = torch.nn.Module()
     reference.layers = torch.nn.ModuleList(Cast(dtype, rows) for rows in (900, 61, 3, 900, 900, 2000))
     reference.cuda()
@@ -90,7 +91,7 @@ def test_a_device_that_is_full(home: str) -> None:
     model = Model(12, 2048).to(home)
     before = [parameter.detach().cpu().clone() for parameter in model.parameters()]
     torch.cuda.empty_cache()
-    # The stored bytes of 12 blocks of 33.6 MB do not fit, but one block can be encoded.
+    # Leaves room to encode one block of 33.6 MB, but not to store twelve.
     limit = torch.cuda.memory_reserved() + (180 << 20 if home == "cpu" else 360 << 20)
     torch.cuda.set_per_process_memory_fraction(limit / torch.cuda.get_device_properties(0).total_memory)
     try:
@@ -107,7 +108,7 @@ def test_a_device_that_is_full(home: str) -> None:
 
 @pytest.mark.parametrize("dtype", BYTES, ids=str)
 def test_weights_of_a_byte(poisoned: None, dtype: Any) -> None:
-    """fp8 and int8 weights give the right outputs when the order of the blocks changes."""
+    """Models with fp8 and int8 weights give the right outputs when the order of the blocks changes."""
     model = torch.nn.Module()
     model.layers = torch.nn.ModuleList(Cast(dtype) for _ in range(5))
     model.cuda()
@@ -138,7 +139,7 @@ def test_errors_in_the_middle_of_a_pass(poisoned: None, error: type[BaseExceptio
 
 @pytest.mark.parametrize("compress", [True, False])
 def test_weights_come_from_a_file(poisoned: None, compress: bool, tmp_path: Any) -> None:
-    """A model on the meta device gets its weights from a file. close puts the weights into CPU memory."""
+    """A model on the meta device gets its weights from a file. `close` puts the weights into CPU memory."""
     model = Model(5, 512)
     ow.save_model(model, tmp_path / "m.safetensors", compress=compress)
     with torch.device("meta"):
@@ -155,7 +156,7 @@ def test_weights_come_from_a_file(poisoned: None, compress: bool, tmp_path: Any)
 
 
 def test_stream_blocks_moves_only_requested_tensors(poisoned: None) -> None:
-    """`stream_blocks` streams layers from CPU memory, and only the requested tensors of each layer."""
+    """`stream_blocks` streams layers from CPU memory, but only the requested tensors of each layer."""
     model = Model(5, 512)
     reference = outputs(copy.deepcopy(model).cuda())
     for part in (model.embed, model.head):
@@ -172,7 +173,8 @@ def test_stream_blocks_moves_only_requested_tensors(poisoned: None) -> None:
 
 
 def test_a_block_can_return_a_part_of_its_weights(poisoned: None) -> None:
-    """If a block returns a part of its weights, this part keeps its values in other memory when the slot is reused."""
+    """If a block returns part of its weights, this part moves to other memory with its values before the slot is
+    reused."""
 
     class Row(torch.nn.Module):
         def __init__(self, at: int) -> None:
@@ -190,7 +192,7 @@ def test_a_block_can_return_a_part_of_its_weights(poisoned: None) -> None:
 
 
 class Keeps(torch.nn.Module):
-    """A block that applies `act` to itself if it keeps nothing, and adds what it keeps to its output."""
+    """A block that applies `act` to itself unless it already keeps something, and adds what it keeps to its output."""
 
     def __init__(self, at: int) -> None:
         super().__init__()
@@ -218,7 +220,7 @@ ACTS = {
 @pytest.mark.parametrize("how", ACTS)
 @pytest.mark.parametrize("slots", [1, 2, 3])
 def test_blocks_that_keep_or_change_their_weights(poisoned: None, how: str, slots: int) -> None:
-    """Outputs and weights equal the resident model's. Tensors that a block no longer keeps free their memory."""
+    """Outputs and weights match the resident model's. Memory that a block no longer keeps is freed."""
     x = torch.ones(3, 256, device="cuda")
 
     @torch.no_grad()
@@ -265,7 +267,7 @@ def test_gradients_of_runs_within_enable_grad(poisoned: None) -> None:
 
 @pytest.mark.parametrize("how", ["cpu_offload", "dispatch_model"])
 def test_weights_that_accelerate_offloads_are_streamed(poisoned: None, how: str) -> None:
-    """With the patch, weights that accelerate offloads to the CPU are streamed. Outputs equal the resident model's,
+    """With the patch, weights that accelerate offloads to the CPU are streamed. Outputs match the resident model's,
     tensors are on meta between runs, and accelerate's weights map has every weight."""
     accelerate = pytest.importorskip("accelerate")
     reference = Model(7, 512).cuda()
@@ -343,7 +345,8 @@ def test_a_damaged_block_does_not_run(where: Any) -> None:
 
 @pytest.mark.parametrize("where", ["host", "device", "auto"])
 def test_chunks_of_a_file_are_stored_as_they_are(where: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A compressed file is not encoded again, in any tier. A damaged chunk is found before the model runs."""
+    """Weights from a compressed file are not encoded again, in any tier. A damaged chunk is found before the model
+    runs."""
     reference, path = Model(7, 512).cuda(), tmp_path / "m.safetensors"
     ow.save_model(reference, path, compress=True)
     model = copy.deepcopy(reference).cpu()
@@ -367,8 +370,8 @@ def test_chunks_of_a_file_are_stored_as_they_are(where: Any, tmp_path: Path, mon
 
 @torch.no_grad()
 def test_graphs_of_layers_in_fixed_slots() -> None:
-    """Graphs of the code between the operators replay with the weights of every layer. A capture of an operator raises
-    an error that names the layer."""
+    """CUDA graphs of the code between overwire's operators can be replayed with the weights of every layer. Capturing
+    an operator itself raises an error that names the layer."""
     reference = Model(7, 512).cuda()
     model = copy.deepcopy(reference).cpu()
     moved = [*model.parameters(), *model.buffers()]

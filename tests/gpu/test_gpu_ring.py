@@ -1,5 +1,5 @@
-"""Tests offload's ring with the engine's asynchronous decoding, on the fake driver. The driver's device memory is host
-memory, so torch can make CPU tensors of it."""
+"""Tests offload's ring of slots with the engine's asynchronous decoding, on the fake driver. The driver's device memory
+is host memory, so torch can make CPU tensors of it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ CPU = torch.device("cpu")
 
 
 class Stream:
-    """A stream of the fake driver. Waiting for one of its events waits for all work that is queued at that moment."""
+    """A stream of the fake driver. Waiting for one of its events waits for everything that is queued on the stream at
+    that moment."""
 
     def __init__(self, device: object) -> None:
         self.cuda_stream = gpu.stream_new(0)
@@ -44,7 +45,7 @@ class Stream:
 
 
 class Computing:
-    """Replaces torch's current stream. The host computes immediately, so waiting does nothing."""
+    """Replaces torch's current stream. The CPU computes immediately, so waiting does nothing."""
 
     def record_event(self) -> None: ...
 
@@ -76,7 +77,7 @@ class FakeMemory(DeviceMemory):
 
 @pytest.fixture(autouse=True)
 def fake_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes the ring work as on a GPU."""
+    """Makes the ring believe that it works on a GPU."""
     monkeypatch.setattr(rings, "torch", Torch())
     monkeypatch.setattr(tiers, "DeviceMemory", FakeMemory)
     decode, copy = gpu.decode, gpu.copy

@@ -1,4 +1,4 @@
-"""Tests the pinned memory of sleeps with a GPU, real or fake.
+"""Tests the pinned memory that sleeps use with a GPU, real or fake.
 
 `make fakepy` runs this on the fake driver. bench/gpu/device_sleep.py tests sleeps themselves on a GPU.
 """

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from overwire.offloading import tiers
 
-# A rank that runs for more seconds than this counts as hanging.
+# A rank that runs for more seconds than this is considered to hang.
 HANGS = 120
 
 
@@ -60,7 +60,7 @@ def run(model: Model, order: list[int] | None = None) -> torch.Tensor:
 
 
 def fails(kind: type[BaseException], *words: str) -> Any:
-    """Returns a context that expects an error of this kind with these words."""
+    """Returns a context that expects an error of this class with these words."""
 
     class Expect:
         error: Any = None
@@ -77,7 +77,8 @@ def fails(kind: type[BaseException], *words: str) -> Any:
 
 
 def same(group: Any, rank: int, ranks: int) -> None:
-    """Checks that outputs equal the resident model's in each order, and that each rank stores its part."""
+    """Checks that outputs match the resident model's in each order of the blocks, and that each rank stores its
+    part."""
     model, plain = Model(), Model()
     with ow.offload(Model(), "cpu") as alone:
         stored = alone.stored
@@ -96,7 +97,7 @@ def same(group: Any, rank: int, ranks: int) -> None:
                 assert torch.equal(run(model, order), run(plain, order)), (one, order)
             assert not any(block.is_changed for block in offloaded._away), "the digests are wrong"
         model.assert_whole()  # a rank may close while another one runs the last pass
-    folder.cleanup()  # forked ranks exit without this cleanup
+    folder.cleanup()  # a forked rank exits without cleaning up
 
 
 def every_name(options: dict[str, Any]) -> list[str]:
@@ -106,14 +107,14 @@ def every_name(options: dict[str, Any]) -> list[str]:
 
 
 def reads(group: Any, rank: int, ranks: int) -> None:
-    """Each rank reads its part of the stored chunks of each block. A chunk that lies in two parts is read twice."""
+    """Each rank reads its part of each block's stored chunks. A chunk that is in two parts is read twice."""
     folder = shared_folder(group)
     sides, chunk = {"small": 64, "large": 2048}, 1 << 20
     if rank == 0:
         for name, side in sides.items():
             ow.save_model(squares(side, "cpu"), folder / f"{name}.safetensors", compress=True)
     dist.barrier(group)
-    for name, side in sides.items():  # the first offload imports modules
+    for name, side in sides.items():  # the first offload also imports modules
         before, model = bytes_read(), squares(side, "meta")
         with ow.offload(model, "cpu", group=group, source=folder / f"{name}.safetensors") as offloaded:
             mine, part = bytes_read() - before, offloaded.stored
@@ -147,7 +148,8 @@ def shared_folder(group: Any) -> Path:
 
 
 def damaged(group: Any, rank: int, ranks: int) -> None:
-    """If a chunk is wrong, or one rank has a different file, all ranks raise an error. The model is on meta again."""
+    """If a chunk is wrong, or one rank has a different file, all ranks raise an error, and the model is on meta
+    again."""
     folder = shared_folder(group)
     if rank == 0:
         for name in ("one", "two"):
@@ -158,7 +160,7 @@ def damaged(group: Any, rank: int, ranks: int) -> None:
         for name in ("four", "five"):
             model = squares(128, "cpu")
             torch.manual_seed(len(name) + (name == "five"))
-            for parameter in model.parameters():  # bytes that do not compress, so that the files have equal sizes
+            for parameter in model.parameters():  # bytes that do not compress, so the files have the same size
                 parameter.data = torch.randint(0, 256, (128, 256), dtype=torch.uint8).view(torch.bfloat16)
             ow.save_model(model, folder / f"{name}.safetensors", compress=True)
     dist.barrier(group)
@@ -176,7 +178,8 @@ def damaged(group: Any, rank: int, ranks: int) -> None:
 
 
 def arguments(group: Any, rank: int, ranks: int) -> None:
-    """Checks that different or refused arguments raise on all ranks and leave the model unchanged."""
+    """Checks that arguments which differ between ranks, or are refused, raise an error on all ranks and leave the model
+    unchanged."""
     model = Model(3 if rank != 1 else 4)
     with fails(ow.ArgumentError, "'layers.0' has different weights on rank 1"):
         ow.offload(model, "cpu", group=group)
@@ -193,7 +196,8 @@ def arguments(group: Any, rank: int, ranks: int) -> None:
 
 
 def beginning(group: Any, rank: int, ranks: int) -> None:
-    """Checks that all ranks raise if one fails while blocks are stored, and that each has all weights again."""
+    """Checks that all ranks raise an error if one fails while blocks are stored, and that each has all weights
+    again."""
     model, encode, calls = Model(), tiers.encode_block, [0]
 
     def fail(*given: Any) -> Any:
@@ -212,7 +216,8 @@ def beginning(group: Any, rank: int, ranks: int) -> None:
 
 
 def order(group: Any, rank: int, ranks: int) -> None:
-    """Checks that all ranks raise an error with the block's name if one runs another block, and can start again."""
+    """Checks that all ranks raise an error that names the block if one rank runs another block, and that they can start
+    again."""
     model = Model()
     for _ in range(2):
         with ow.offload(model, "cpu", group=group):
@@ -231,7 +236,7 @@ def change(module: Any, args: Any, output: Any) -> None:
 
 
 def escapes(group: Any, rank: int, ranks: int) -> None:
-    """Checks that all ranks load the same blocks if blocks keep or change their weights, with right outputs."""
+    """Checks that all ranks load the same blocks and give the right outputs if blocks keep or change their weights."""
     model, plain = Model(), Model()
 
     def keep(module: Any, args: Any, output: Any) -> None:
@@ -266,8 +271,8 @@ def differs(group: Any, rank: int, ranks: int) -> None:
 
 
 def lost(group: Any, rank: int, act: Callable[[Any], None], *words: str) -> None:
-    """Lets rank 1 act in the middle of a pass. The other ranks raise an error with these words, and have all
-    weights."""
+    """Lets rank 1 act in the middle of a pass, and checks that the other ranks raise an error with these words and have
+    all weights."""
     model = Model()
     offloaded = ow.offload(model, "cpu", group=group)
     run(model)
@@ -275,14 +280,14 @@ def lost(group: Any, rank: int, act: Callable[[Any], None], *words: str) -> None
         run(model, [0, 1])
         act(offloaded)
         with fails(ow.IOFailure, "has closed"):
-            run(model, [2, 3])  # the other ranks had announced the first block
+            run(model, [2, 3])  # the other ranks have announced the first block
         offloaded.close()
         model.assert_whole()
         return
     began = time.monotonic()
     with fails(ow.IOFailure, "block 'layers.2'", "Offloaded.close() restores") as failure:
         run(model)
-    # A slow rank may find that another rank has already raised this error and closed.
+    # If this rank is slow, another rank may already have raised this error and closed.
     assert "has closed" in str(failure.error) or all(word in str(failure.error) for word in words), failure.error
     assert time.monotonic() - began < 20
     offloaded.close()
@@ -308,7 +313,7 @@ def late(group: Any, rank: int, ranks: int) -> None:
 
 
 def interrupted(group: Any, rank: int, ranks: int) -> None:
-    """Checks that Ctrl-C on one rank that waits for the other ranks ends the pass on all ranks."""
+    """Checks that Ctrl-C on a rank that waits for the others ends the pass on all ranks."""
     model = Model()
     with ow.offload(model, "cpu", group=group):
         run(model)
@@ -325,7 +330,7 @@ def interrupted(group: Any, rank: int, ranks: int) -> None:
 
 
 def dies_beginning(group: Any, rank: int, ranks: int) -> None:
-    """Checks that all other ranks raise and have all weights if a rank dies while blocks are stored."""
+    """Checks that, if a rank dies while blocks are stored, all other ranks raise an error and have all weights."""
     model, encode, calls = Model(), tiers.encode_block, [0]
 
     def die(*given: Any) -> Any:
@@ -354,7 +359,7 @@ def run_rank(folder: Path, rank: int, ranks: int, cases: list[str]) -> None:
     dist.barrier()
     for case in cases:
         CASES[case](group, rank, ranks)
-        until = time.monotonic() + 20  # memory is freed when all ranks have closed
+        until = time.monotonic() + 20  # memory is freed once all ranks have closed
         while any(map(is_shared, os.listdir("/proc/self/fd"))):
             assert time.monotonic() < until, case
             time.sleep(0.05)

@@ -1,4 +1,4 @@
-"""Tests that a model gives equal outputs while the blocks that do not run are offloaded."""
+"""Tests that a model gives the same outputs while the blocks that are not running are offloaded."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Layer(torch.nn.Module):
 
 
 class Model(torch.nn.Module):
-    """A model of equal blocks that run in a configurable order."""
+    """A model of identical blocks that run in a given order."""
 
     def __init__(self, count: int = 5, width: int = 96, dtype: torch.dtype = torch.bfloat16) -> None:
         super().__init__()
@@ -52,8 +52,8 @@ IDS = torch.arange(14).reshape(2, 7)
 
 @pytest.fixture(autouse=True)
 def slots_are_poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fills a slot with 0xff between its block's run and the next weights, so that reading it then gives wrong
-    outputs."""
+    """Fills a slot with 0xff after its block has run and before it gets other weights, so that reading it then gives
+    wrong outputs."""
     release, fetch = rings.Ring.release, rings._HostCarrier.fetch
 
     def poison(self: Any, at: int) -> bool:
@@ -81,7 +81,7 @@ BYTES = [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8]
 
 
 class Cast(torch.nn.Module):
-    """A block that casts its weights, because matrix products do not accept their dtype."""
+    """A block that casts its weights before it uses them, because matrix products do not support their dtype."""
 
     def __init__(self, dtype: torch.dtype, rows: int = 61) -> None:
         super().__init__()
@@ -95,7 +95,8 @@ class Cast(torch.nn.Module):
 @pytest.mark.parametrize("dtype", BYTES, ids=str)
 @pytest.mark.parametrize("source", [None, "plain", "compressed"])
 def test_weights_of_a_byte(dtype: torch.dtype, source: str | None, tmp_path: Path) -> None:
-    """fp8 and int8 weights of odd sizes, from the model or a file, work in every order. close restores every byte."""
+    """fp8 and int8 weights of odd sizes, from the model or a file, work in every order of the blocks. `close` restores
+    every byte."""
     model = torch.nn.Module()
     model.layers = torch.nn.ModuleList(Cast(dtype) for _ in range(5))
     x = torch.linspace(-1, 1, 3 * 61).reshape(3, 61)
@@ -115,8 +116,8 @@ def test_weights_of_a_byte(dtype: torch.dtype, source: str | None, tmp_path: Pat
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("keep", [None, 150_000, "1GB"])
 def test_outputs_equal_the_resident_models(dtype: torch.dtype, keep: int | str | None) -> None:
-    """Outputs are equal bit for bit in any order of the blocks, even if blocks are skipped or repeated. close restores
-    all bytes."""
+    """Outputs are the same bit for bit in any order of the blocks, even if blocks are skipped or repeated. `close`
+    restores all bytes."""
     model = Model(dtype=dtype)
     reference = copy.deepcopy(model)
     parameters = dict(model.named_parameters())
@@ -131,7 +132,7 @@ def test_outputs_equal_the_resident_models(dtype: torch.dtype, keep: int | str |
 
 
 def test_using_an_offloaded_parameter_raises_an_error_with_its_name() -> None:
-    """An offloaded parameter has its metadata. Reading, writing or saving it raises an error with its name."""
+    """An offloaded parameter keeps its metadata. Reading, writing or saving it raises an error that names it."""
     model = Model()
     with ow.offload(model, "cpu"):
         weight = model.layers[1].up.weight
@@ -170,8 +171,8 @@ def test_offloaded_models_are_not_pickled_or_copied() -> None:
 
 
 def test_compiled_blocks_work(script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks work if they were compiled before or after offloading, and their hooks are not compiled with them.
-    Without compiled blocks, torch._dynamo is not imported: that takes seconds."""
+    """Blocks that are compiled before or after offloading work, and their hooks are not compiled with them. Without
+    compiled blocks, torch._dynamo is not imported, because that takes seconds."""
     model = Model(3)
     reference = outputs(model)
     model.layers[0].compile(backend="eager")
@@ -199,7 +200,7 @@ assert "torch._dynamo" not in sys.modules
 
 
 def test_gradients_and_wrong_arguments_are_refused_before_any_change() -> None:
-    """Gradients and wrong arguments are refused, and the model does not change."""
+    """A model that needs gradients and wrong arguments are refused before the model changes."""
     model = Model()
     with ow.offload(model, "cpu"), pytest.raises(ow.NotSupportedError, match="gradients"):
         model(IDS)
@@ -221,7 +222,7 @@ def test_gradients_and_wrong_arguments_are_refused_before_any_change() -> None:
 
 
 def test_an_error_in_the_middle_of_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After an error or Ctrl-C in a block, the next pass gives right outputs and close works."""
+    """After an error or Ctrl-C in a block, the next pass gives right outputs and `close` works."""
     model = Model()
     reference = outputs(model)
     offloaded = ow.offload(model, "cpu")
@@ -263,7 +264,7 @@ def test_three_threads_run_the_model() -> None:
 
 @pytest.mark.parametrize("compress", [True, False])
 def test_weights_come_from_a_file(tmp_path: Path, compress: bool) -> None:
-    """A model with other values or on the meta device gets its weights from a file. A file that lacks weights is
+    """A model that is on the meta device or has other values gets its weights from a file. A file that lacks weights is
     refused."""
     model = Model()
     reference = outputs(model)
@@ -285,7 +286,8 @@ def test_weights_come_from_a_file(tmp_path: Path, compress: bool) -> None:
 
 
 def test_a_pipeline_of_models() -> None:
-    """All models of a pipeline are streamed through one ring. A model without module lists stays on the device."""
+    """All models of a pipeline are streamed through one ring of slots. A model without module lists stays on the
+    device."""
 
     class Pipeline:
         def __init__(self) -> None:
@@ -305,8 +307,8 @@ def test_a_pipeline_of_models() -> None:
 
 
 def test_large_blocks_are_divided_into_their_lists() -> None:
-    """A block that has over a sixteenth of the model is divided if module lists cover nearly all of it. Otherwise the
-    block stays whole."""
+    """A block with more than a sixteenth of the model is divided if nearly all of it is in module lists. Otherwise it
+    stays one block."""
     stage = torch.nn.Module()
     stage.blocks = torch.nn.ModuleList(Layer(96, torch.float32) for _ in range(3))
     mixed = torch.nn.Module()
@@ -320,7 +322,7 @@ def test_large_blocks_are_divided_into_their_lists() -> None:
 @pytest.mark.parametrize("keep", [0, 150_000, "1GB"])
 @pytest.mark.parametrize("compress", [True, False])
 def test_a_plan_lists_kept_and_streamed_blocks(tmp_path: Path, keep: int | str, compress: bool) -> None:
-    """A plan finds the same blocks and bytes from tensor names as offload does, even for nested lists and tied
+    """From tensor names, a plan finds the same blocks and bytes as `offload` does, even for nested lists and tied
     weights."""
     nested = torch.nn.Module()
     nested.stages = torch.nn.ModuleList(torch.nn.Module() for _ in range(2))
@@ -333,7 +335,7 @@ def test_a_plan_lists_kept_and_streamed_blocks(tmp_path: Path, keep: int | str, 
         plan = ow.plan(path, keep=keep).offload
         with ow.offload(model, "cpu", keep=keep or None) as offloaded:
             assert plan.blocks == tuple(offloaded.blocks)
-            # The file also contains the blocks' buffers, which are not offloaded.
+            # The file also contains the buffers of the blocks, which are not offloaded.
             buffers = (
                 sum(buffer.nbytes for name, buffer in model.named_buffers() if name.startswith(plan.blocks))
                 if plan.blocks
@@ -348,7 +350,8 @@ def test_a_plan_lists_kept_and_streamed_blocks(tmp_path: Path, keep: int | str, 
 
 
 def test_a_plan_counts_equal_blocks_separately(tmp_path: Path) -> None:
-    """A file stores equal tensors once, but `offload` keeps each copy. The plan's host memory includes all copies."""
+    """A file stores equal tensors once, but `offload` keeps each copy. The host memory in a plan includes all
+    copies."""
     layer = torch.nn.Linear(256, 256, dtype=torch.bfloat16)
     model = torch.nn.Module()
     model.layers = torch.nn.ModuleList(copy.deepcopy(layer) for _ in range(5))
@@ -392,7 +395,7 @@ def to_meta(model: torch.nn.Module, buffers: bool) -> torch.nn.Module:
 
 @pytest.mark.parametrize("compress", [True, False])
 def test_a_model_on_meta_keeps_its_buffers_and_ties(tmp_path: Path, compress: bool) -> None:
-    """A model on the meta device keeps the values of buffers that are not in the file, and tied weights stay tied."""
+    """In a model on the meta device, buffers that are not in the file keep their values, and tied weights stay tied."""
     model = Plain()
     ow.save_model(model, tmp_path / "m.safetensors", compress=compress)
     empty = to_meta(Plain(), buffers=False)
@@ -402,7 +405,8 @@ def test_a_model_on_meta_keeps_its_buffers_and_ties(tmp_path: Path, compress: bo
 
 
 def test_a_source_without_values_for_meta_buffers_is_refused(tmp_path: Path) -> None:
-    """A file without values for buffers on meta, or larger than max_memory, is refused. The model stays on meta."""
+    """A file is refused if it has no values for buffers that are on meta, or is larger than max_memory. The model stays
+    on meta."""
     ow.save_model(Plain(), tmp_path / "m.safetensors")
     empty = to_meta(Plain(), buffers=True)
     with pytest.raises(ow.ModelMismatchError, match="lacks 1 weights of the model: scale"):
@@ -415,7 +419,7 @@ def test_a_source_without_values_for_meta_buffers_is_refused(tmp_path: Path) -> 
 
 
 def test_blocks_that_share_modules() -> None:
-    """A layer that is in a list twice is one block. Weights that several blocks share stay on the device."""
+    """A layer that is in a list twice counts as one block. Weights that several blocks share stay on the device."""
     model = Plain()
     layer = torch.nn.Sequential(model.layers[0], torch.nn.ReLU(), model.layers[1])
     other = torch.nn.Sequential(model.layers[2], layer[1], model.layers[1])
@@ -440,7 +444,7 @@ def test_memory_that_was_freed_is_refused() -> None:
 
 
 class Shows(torch.nn.Module):
-    """Returns a dict with a list of results and a part of its weight. The weight has no gradient."""
+    """Returns a dict with a list of results and part of its weight, which has no gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -451,7 +455,7 @@ class Shows(torch.nn.Module):
 
 
 def test_nested_outputs_with_parts_of_weights() -> None:
-    """A part of the weights in a nested output stays unchanged later. A forward with gradients is refused."""
+    """Part of the weights in a nested output keeps its values later. A forward with gradients is refused."""
     model = torch.nn.Module()
     model.layers = torch.nn.ModuleList(Shows() for _ in range(3))
     with ow.offload(model, "cpu"):
@@ -478,7 +482,8 @@ def test_a_model_stays_trainable_after_offload_in_inference_mode() -> None:
 
 
 def test_threads_that_wait_for_each_others_slots_end() -> None:
-    """If two threads each hold one of two slots and call another block, one thread gets an error instead of waiting."""
+    """If each of two threads occupies one of two slots and calls another block, one thread gets an error instead of
+    waiting forever."""
     barrier = threading.Barrier(2)
 
     class Caller(torch.nn.Linear):
@@ -512,7 +517,8 @@ def test_threads_that_wait_for_each_others_slots_end() -> None:
 
 
 def test_an_interrupt_at_any_step_leaves_a_parameter_whole() -> None:
-    """If Ctrl-C arrives at any bytecode while a parameter is offloaded or restored, the next try completes the work."""
+    """At whichever bytecode Ctrl-C arrives while a parameter is offloaded or restored, the next try completes the
+    work."""
     import sys
 
     from overwire.offloading import away
@@ -575,8 +581,8 @@ def test_a_frame_shows_whether_its_run_has_ended() -> None:
 
 
 def test_unsupported_models_are_refused_and_repr_shows_the_state() -> None:
-    """Offloading a model twice, a model that was compiled as a whole, or to a missing device is refused. repr shows
-    whether a handle is open."""
+    """Offloading is refused for a model that is already offloaded or was compiled as a whole, and for a missing device.
+    `repr` shows whether a handle is open."""
     model = Model()
     with ow.offload(model, "cpu", keep="1GB") as whole:
         assert "0 blocks" in repr(whole)

@@ -1,5 +1,5 @@
 """Tests `patch_safetensors(offload=True)`, which streams weights that accelerate offloads to the CPU. All values must
-equal accelerate's."""
+be the same as with accelerate."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from accelerate.hooks import remove_hook_from_submodules  # noqa: E402
 from accelerate.utils import align_module_device  # noqa: E402
 from accelerate.utils.modeling import get_state_dict_offloaded_model  # noqa: E402
 
-# These tests run models on the CPU. accelerate distinguishes this torch.device from the string "cpu", which stands for
-# offloaded weights.
+# These tests run models on the CPU. For accelerate, this torch.device is a device to run on, while the string "cpu"
+# means offloaded weights.
 GPU = torch.device("cpu")
 MAP = {"embed": GPU, "layers.0": GPU, "layers.1": "cpu", "layers.2": "cpu", "layers.3": GPU, "layers.4": "cpu", "head": GPU}
 
 
 @pytest.fixture
 def hosted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Hosted]]:
-    """Activates the patch and lists the models that it takes over."""
+    """Activates the patch, and lists the models that the patch takes over."""
     taken: list[Hosted] = []
     run = Hosted.run
 
@@ -124,8 +124,8 @@ def test_copies_and_errors_and_threads(hosted: list[Hosted]) -> None:
 
 
 def test_accelerate_keeps_shared_and_unusual_weights(hosted: list[Hosted]) -> None:
-    """accelerate itself loads tied weights, a layer of two blocks, and strided weights. Outputs are equal, even with
-    empty weights and offloaded buffers."""
+    """Tied weights, a layer that belongs to two blocks, and strided weights are left to accelerate. Outputs are the
+    same, even with empty weights and offloaded buffers."""
 
     def unusual() -> Model:
         model = Model(dtype=torch.float32)
@@ -149,7 +149,7 @@ def test_accelerate_keeps_shared_and_unusual_weights(hosted: list[Hosted]) -> No
 
 def test_without_the_option_accelerate_offloads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the option, the patch does not change how accelerate offloads. A model that the patch has taken over is
-    streamed even after the patch ends."""
+    still streamed after the patch has ended."""
     reference = Model()
     monkeypatch.setattr(Hosted, "add", None)
     with ow.patch_safetensors():
@@ -186,7 +186,7 @@ def test_a_model_of_transformers(hosted: list[Hosted], tmp_path: Path) -> None:
 
 
 class Keeps(Layer):
-    """A layer that keeps a part of its weights at its first run, or changes its weights."""
+    """A layer that keeps part of its weights in its first run, or changes its weights."""
 
     def __init__(self, width: int, dtype: torch.dtype) -> None:
         super().__init__(width, dtype)
@@ -210,7 +210,7 @@ ACTS = {
 
 @pytest.mark.parametrize("how", ACTS)
 def test_layers_that_keep_or_change_their_weights(hosted: list[Hosted], how: str) -> None:
-    """Outputs and weights equal the resident model's. A layer is offloaded again when the view that it kept is
+    """Outputs and weights match the resident model's. A layer is offloaded again when the view that it kept is
     freed."""
     reference = Model(dtype=torch.float32)
     reference.layers = torch.nn.ModuleList(Keeps(96, torch.float32) for _ in range(5)).requires_grad_(False)

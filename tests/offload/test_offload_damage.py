@@ -1,5 +1,5 @@
-"""Tests that no output is computed from a block with damaged stored bytes, although a GPU decodes a block later than
-the host queues its work."""
+"""Tests that no output is computed from a block with damaged stored bytes, although a GPU decodes a block only after
+the CPU has queued the work that uses it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def damaged(offloaded: Any, at: int) -> Iterator[None]:
 
 
 def runs_of(model: Model, at: int) -> list[int]:
-    """Returns a list that gets an item for each run of a block's layers."""
+    """Returns a list to which each run of a block's layers adds an item."""
     runs: list[int] = []
     model.layers[at].up.register_forward_pre_hook(lambda *_: runs.append(at))
     return runs
@@ -40,8 +40,8 @@ def runs_of(model: Model, at: int) -> list[int]:
 @pytest.mark.parametrize("tier", [*TIERS, "fixed host", "fixed device"])
 @pytest.mark.parametrize("at", [0, 2, 4])
 def test_a_damaged_block_does_not_run(device: Device, tier: str, at: int) -> None:  # noqa: F811
-    """Each pass with the block raises an error before the block runs. Other blocks run. When the bytes are restored,
-    passes are right again."""
+    """Each pass raises an error before the damaged block runs. Other blocks run. When the bytes are restored, passes
+    are right again."""
     model = Model()
     expected, before, runs = outputs(model), copy.deepcopy(model), runs_of(model, at)
     if tier.startswith("fixed"):
@@ -61,7 +61,7 @@ def test_a_damaged_block_does_not_run(device: Device, tier: str, at: int) -> Non
                 model.order = list(range(5))
             assert torch.equal(outputs(model), expected) and runs
             runs.clear()
-            model.order = [one for one in range(5) if one != at]  # so that the block leaves its slot
+            model.order = [one for one in range(5) if one != at]  # runs until the block has left its slot
             outputs(model)
             model.order = list(range(5))
     assert all(map(torch.equal, model.parameters(), before.parameters()))
@@ -69,7 +69,7 @@ def test_a_damaged_block_does_not_run(device: Device, tier: str, at: int) -> Non
 
 @pytest.mark.parametrize("tier", TIERS)
 def test_close_with_a_damaged_block(device: Device, tier: str) -> None:  # noqa: F811
-    """close raises an error even if the block did not run. It can be called again when the bytes are restored."""
+    """`close` raises an error even if the block did not run. It can be called again when the bytes are restored."""
     model = Model()
     before = [parameter.clone() for parameter in model.parameters()]
     offloaded = ow.offload(model, "cpu", **TIERS[tier])
@@ -87,7 +87,7 @@ def test_close_with_a_damaged_block(device: Device, tier: str) -> None:  # noqa:
 def test_a_damaged_block_of_a_group_does_not_run(
     buffers: type[Buffers], group: Any, where: str, at: int  # noqa: F811
 ) -> None:
-    """The pass raises an error before the block runs. Later passes also raise, because the ranks are out of step. close
+    """The pass raises an error before the block runs. So do later passes, because the ranks are out of step. `close`
     restores every byte."""
     model = Model()
     before, runs = copy.deepcopy(model), runs_of(model, at)

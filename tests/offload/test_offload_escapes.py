@@ -1,4 +1,4 @@
-"""Tests weights that a block keeps after its run or changes: all values are as in the resident model."""
+"""Tests blocks that keep weights after their run, or change them. All values must be as in the resident model."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def passes(model: torch.nn.Module, act: Callable[[int, Any], None] = lambda numb
 def assert_as_resident(
     act: Callable[[Any], Any], slots: int, between: Callable[[int, Any], None] = lambda *_: None
 ) -> None:
-    """Asserts that outputs and final weights equal the resident model's."""
+    """Asserts that outputs and final weights match the resident model's."""
     model, resident = squares(act), squares(act)
     expected = passes(resident, between)
     with ow.offload(model, "cpu", slots=slots):
@@ -87,8 +87,8 @@ def assert_as_resident(
 @pytest.mark.parametrize("slots", [1, 2])
 @pytest.mark.parametrize("how", HOLDING)
 def test_memory_that_a_block_keeps_stays_right(how: str, slots: int) -> None:
-    """If a block keeps memory of its weights after a run, in any form, the values in it stay right. The block stays on
-    the device as long as it keeps this memory, and no longer."""
+    """If a block keeps memory of its weights after a run, in whatever form, the values in it stay right. The block
+    stays on the device exactly as long as it keeps this memory."""
     assert_as_resident(HOLDING[how], slots)
     model = squares(HOLDING[how])
     with ow.offload(model, "cpu", slots=slots), torch.no_grad():
@@ -103,7 +103,7 @@ def test_memory_that_a_block_keeps_stays_right(how: str, slots: int) -> None:
 
 
 def write_between(number: int, block: Square) -> None:
-    """Writes to the memory that a block keeps after the first pass, and lets the block drop it after the second."""
+    """After the first pass, writes to the memory that a block keeps. After the second, lets the block drop it."""
     if number == 0:
         torch.as_tensor(block.kept)[..., 1] = 3
     if number == 1:
@@ -112,8 +112,8 @@ def write_between(number: int, block: Square) -> None:
 
 @pytest.mark.parametrize("how", ["a view", "data", "numpy", "DLPack"])
 def test_writes_to_kept_memory_reach_the_weights(how: str) -> None:
-    """Writes to kept memory change the weights as in the resident model, even if torch does not count the writes. The
-    changes remain after the memory is dropped."""
+    """Writes to memory that a block keeps change its weights as in the resident model, even if torch does not count the
+    writes. The changes remain after the memory is dropped."""
     assert_as_resident(HOLDING[how], 2, write_between)
 
 
@@ -136,7 +136,8 @@ CHANGES: dict[str, Callable[[Square], Any]] = {
 @pytest.mark.parametrize("how", CHANGES)
 @pytest.mark.parametrize("inference", [False, True])
 def test_weights_that_change_in_forward_stay_changed(how: str, inference: bool) -> None:
-    """Outputs and weights equal the resident model's, even for a model made in inference mode and after an error."""
+    """Outputs and weights match the resident model's, even for a model that was made in inference mode, and after an
+    error."""
 
     def change(block: Square) -> None:
         CHANGES[how](block)
@@ -159,7 +160,7 @@ def test_weights_that_change_in_forward_stay_changed(how: str, inference: bool) 
 
 @pytest.mark.parametrize("use", [torch.nn.functional.linear, torch.matmul, lambda x, w: x * w[0]], ids=["linear", "matmul", "row"])
 def test_gradients_of_runs_within_enable_grad(use: Callable[..., torch.Tensor]) -> None:
-    """If autograd saved weights, they are right in a backward pass long after the block ran."""
+    """Weights that autograd has saved are right in a backward pass long after the block ran."""
 
     def run(model: torch.nn.Module) -> list[torch.Tensor]:
         inputs: list[torch.Tensor] = []

@@ -27,7 +27,7 @@ def tier(request: Any, monkeypatch: pytest.MonkeyPatch) -> str:
 
 @pytest.fixture
 def encoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Lists the number of buffers that each encoding call gets."""
+    """Returns a list to which each call that encodes adds its number of buffers."""
     counts: list[int] = []
     run = codecs.run
 
@@ -56,8 +56,8 @@ def on_meta(make: Callable[[], torch.nn.Module] = Model) -> Any:
 
 @pytest.mark.parametrize("how", ["file", "shards", "pinned", "open chunks"])
 def test_stored_chunks_are_not_encoded_again(tier: str, encoded: list[int], tmp_path: Path, how: str) -> None:
-    """Outputs equal the resident model's, each stream has the bytes of the file's chunks, and close restores all
-    weights."""
+    """Outputs match the resident model's, each stored stream has the bytes of the file's chunks, and `close` restores
+    all weights."""
     model = Model()
     reference = outputs(model)
     path = saved(tmp_path, model, **({"max_shard_size": 100_000} if how == "shards" else {}))
@@ -80,14 +80,14 @@ def test_stored_chunks_are_not_encoded_again(tier: str, encoded: list[int], tmp_
 
 
 class Odd(torch.nn.Module):
-    """A block with weights of every kind. All blocks of a model are equal, so that the file stores each weight once."""
+    """A block with weights of every kind. All blocks of a model are the same, so the file stores each weight once."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(5)
         self.up = torch.nn.Linear(300, 700, dtype=torch.bfloat16)  # one chunk
         self.large = torch.nn.Parameter(torch.randn(1200, 1000).bfloat16())  # several chunks
-        self.same = torch.nn.Parameter(self.large.detach().clone())  # the file stores both only once
+        self.same = torch.nn.Parameter(self.large.detach().clone())  # the file stores these two only once
         self.scalar = torch.nn.Parameter(torch.tensor(0.75))
         self.empty = torch.nn.Parameter(torch.empty(0, 3))
         self.noise = torch.nn.Parameter(torch.randint(0, 256, (5000,), dtype=torch.uint8), requires_grad=False)  # plain
@@ -114,8 +114,7 @@ class Odds(torch.nn.Module):
 
 
 def test_odd_weights(tier: str, encoded: list[int], tmp_path: Path) -> None:
-    """Weights that are equal, plain, tied, 0-dim or empty work. Only weights that are not in row-major order are
-    encoded."""
+    """Equal, plain, tied, 0-dim and empty weights work. Only weights that are not in row-major order are encoded."""
     model, x = Odds(), torch.randn(2, 300)
     expected = model(x)
     path = saved(tmp_path, model)
@@ -131,7 +130,7 @@ def test_odd_weights(tier: str, encoded: list[int], tmp_path: Path) -> None:
 
 
 def test_weights_that_are_cast(tier: str, encoded: list[int], tmp_path: Path) -> None:
-    """A weight that has another dtype than in the file is cast and encoded. Other weights are not encoded."""
+    """A weight with another dtype than in the file is cast and encoded. Other weights are not."""
     model, x = Odds(), torch.randn(2, 300)
     path = saved(tmp_path, model)
     cast, reference = Odds(torch.float32), Odds(torch.float32)
@@ -166,8 +165,8 @@ def chunk_at(path: Path, name: str) -> int:
 
 @pytest.mark.parametrize("sums", [False, True])
 def test_a_wrong_chunk(tier: str, tmp_path: Path, sums: bool) -> None:
-    """The error names the file, tensor and chunk, even if the chunk's checksum matches its wrong bytes. A model on meta
-    does not change."""
+    """The error names the file, tensor and chunk, even if the checksum matches the wrong bytes of the chunk. A model on
+    meta does not change."""
     path = saved(tmp_path, Odds())
     name = "layers.0.large"
     data = bytearray(path.read_bytes())
@@ -187,7 +186,7 @@ def test_a_wrong_chunk(tier: str, tmp_path: Path, sums: bool) -> None:
 
 
 def test_a_file_that_changes_while_it_is_read(tier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file that changes while its streams are loaded is refused."""
+    """A file that changes while its chunks are loaded is refused."""
     from overwire.offloading.source import Source
 
     path = saved(tmp_path, Model())
@@ -206,8 +205,8 @@ def test_a_file_that_changes_while_it_is_read(tier: str, tmp_path: Path, monkeyp
 
 
 def test_the_next_block_is_loaded_during_a_check(tier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each block is checked once, in order, after the load of the next block has begun. If a check fails, no load runs
-    any more when the error is raised."""
+    """Each block is checked once, in order, after the load of the next block has begun. If a check fails, the error is
+    raised only when no load is running."""
     from overwire.offloading import tiers
     from overwire.offloading.source import Source
 
@@ -243,7 +242,7 @@ def test_the_next_block_is_loaded_during_a_check(tier: str, tmp_path: Path, monk
 
 
 def test_unchanged_weights_do_not_count_as_changed(tier: str, tmp_path: Path) -> None:
-    """Weights that equal the file's bytes after a run do not count as changed."""
+    """Weights that still have the file's bytes after a run do not count as changed."""
     model = torch.nn.Module()
     model.layers = torch.nn.ModuleList(Cast(torch.bfloat16, 61) for _ in range(3))
     path = saved(tmp_path, model)

@@ -26,7 +26,7 @@ def streamed(model: Model, keep: int = 0, where: Any = "host") -> Any:
 @pytest.mark.parametrize("where", ["host", "device"])
 @torch.no_grad()
 def test_any_order_of_blocks(device: Device, where: str, seed: int) -> None:  # noqa: F811
-    """Outputs are right in every order of blocks, and addresses never change. close restores every byte."""
+    """Outputs are right in every order of blocks, and addresses never change. `close` restores every byte."""
     model, dice = Model(), random.Random(seed)
     reference = copy.deepcopy(model)
     with streamed(model, where=where) as offloaded:
@@ -45,7 +45,7 @@ def test_any_order_of_blocks(device: Device, where: str, seed: int) -> None:  # 
 
 
 def split_at(operator: str, counts: list[int]) -> Any:
-    """Returns a compiler that runs the parts of a graph between the operators separately, as if each was captured."""
+    """Returns a compiler that runs the parts of a graph between the operators separately, as if each were captured."""
 
     def compile_parts(graph: Any, inputs: Any) -> Any:
         number, numbers = 0, {}
@@ -72,8 +72,8 @@ def split_at(operator: str, counts: list[int]) -> Any:
 @pytest.mark.parametrize("keep", [0, 150_000])
 @torch.no_grad()
 def test_compiled_models(device: Device, backend: str, keep: int) -> None:  # noqa: F811
-    """A model that is compiled as one graph has equal outputs, whichever blocks stay on the device, also after
-    close."""
+    """A model that is compiled as one graph gives the same outputs whichever blocks stay on the device, also after
+    `close`."""
     torch._dynamo.reset()
     model, counts = Model(), []
     reference = copy.deepcopy(model)
@@ -98,7 +98,7 @@ class Packed(torch.nn.Module):
 
 @torch.no_grad()
 def test_packed_weights_are_plain_copies(device: Device) -> None:  # noqa: F811
-    """Weights that do not compress are stored as a copy, and outputs are right."""
+    """Weights that do not compress are stored as they are, and outputs are right."""
     model = torch.nn.Module()
     model.layers = torch.nn.ModuleList(Packed() for _ in range(4))
     x = torch.randn(2, 4096)
@@ -111,7 +111,7 @@ def test_packed_weights_are_plain_copies(device: Device) -> None:  # noqa: F811
 
 @pytest.mark.parametrize("static", [True, False])
 def test_a_capture_is_refused(device: Device, monkeypatch: pytest.MonkeyPatch, static: bool) -> None:  # noqa: F811
-    """The error of a capture names the block, and the model runs afterwards."""
+    """Capturing raises an error that names the block, and the model runs afterwards."""
     model = Model()
     expected = outputs(model)
     with stream_blocks(model, CPU, model.layers, [], static=static) as offloaded:
@@ -126,7 +126,7 @@ def test_a_capture_is_refused(device: Device, monkeypatch: pytest.MonkeyPatch, s
 
 
 def test_a_block_that_changes_its_weights(device: Device) -> None:  # noqa: F811
-    """If a block changes its weights, the first pass raises an error with its name. close restores the stored
+    """If a block changes its weights, the first pass raises an error that names it. `close` restores the stored
     weights."""
     model = Model()
     before = copy.deepcopy(model)
@@ -144,8 +144,8 @@ def test_a_block_that_changes_its_weights(device: Device) -> None:  # noqa: F811
 
 
 def test_a_second_model_with_the_same_names() -> None:
-    """A second model with equal names is refused while the first one is streamed, because compiled code finds blocks by
-    name."""
+    """A second model with the same block names is refused while the first one is streamed, because compiled code finds
+    blocks by name."""
     model, other = Model(), Model()
     with streamed(model):
         with pytest.raises(ow.ArgumentError, match=r"layers\.0: a block of this name is streamed already"):
@@ -157,8 +157,8 @@ def test_a_second_model_with_the_same_names() -> None:
 
 
 def test_a_model_that_is_deleted_without_close() -> None:
-    """A model runs after its handle is dropped. When the model is deleted, its memory is freed, and its names can be
-    used again."""
+    """A model still runs when its handle was dropped. When the model is deleted, its memory is freed, and its names can
+    be used again."""
     model = Model()
     expected = outputs(model)
     stored = [weakref.ref(one.stored.memory) for one in streamed(model)._away]
@@ -170,14 +170,14 @@ def test_a_model_that_is_deleted_without_close() -> None:
     assert all(memory() is None for memory in stored)
     with pytest.raises(ow.NotSupportedError, match=r"layers\.0: its model was deleted"):
         torch.ops.overwire.next_block([], "layers.0")
-    for _ in range(2):  # the second time, the first model is deleted but not yet collected
+    for _ in range(2):  # in the second round, the first model is deleted but not yet collected
         other = Model()
         streamed(other)
         assert torch.equal(outputs(other), expected)
 
 
 def test_a_close_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If close fails, the model cannot run until a later close has restored its weights."""
+    """If `close` fails, the model cannot run until a later `close` has restored its weights."""
     from overwire.offloading import offload as offloading
 
     model = Model()

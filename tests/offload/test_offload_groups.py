@@ -1,5 +1,5 @@
-"""Tests that ranks of a group stream the blocks of a model together, on the CPU and on a GPU with replaced calls.
-tests/gpu/test_gpu_gather.py tests the exchange between GPUs on the fake driver."""
+"""Tests that the ranks of a group stream the blocks of a model together, on the CPU and on a GPU whose calls are
+replaced. tests/gpu/test_gpu_gather.py tests the exchange between GPUs on the fake driver."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ CASES += [(3, (case,)) for case in ("killed", "closed", "interrupted", "dies_beg
 
 @pytest.mark.parametrize(("ranks", "cases"), CASES)
 def test_ranks_stream_together(tmp_path: Path, ranks: int, cases: tuple[str, ...]) -> None:
-    """Each rank gets the resident model's outputs, or an error that names the block and the rank. Afterwards, each rank
-    has all weights."""
+    """Each rank gets the same outputs as with the resident model, or an error that names the block and the rank.
+    Afterwards, each rank has all weights."""
     command = [ROOT / "tests" / "offload" / "group_ranks.py", tmp_path, str(ranks), *cases]
     done = warm.run(command, env=cleaned())
     assert done.returncode == 0, done.stdout + done.stderr
@@ -88,7 +88,8 @@ def buffers(device: Device, monkeypatch: pytest.MonkeyPatch) -> type[Buffers]:  
 def test_blocks_arrive_in_buffers(
     buffers: type[Buffers], group: Any, slots: int, where: Any, seed: int
 ) -> None:
-    """Outputs are right in every order of the blocks, even if a block that was copied ahead does not run next."""
+    """Outputs are right in every order of the blocks, even if the block that was copied ahead is not the next to
+    run."""
     model, dice = Model(), random.Random(seed)
     reference = copy.deepcopy(model)
     room = 150_000 if where == "auto" else None
@@ -106,13 +107,13 @@ def test_blocks_arrive_in_buffers(
 def test_a_rank_that_keeps_weights_announces_the_same_blocks(
     buffers: type[Buffers], group: Any, monkeypatch: pytest.MonkeyPatch, slots: int, poisoned: bool, seed: int
 ) -> None:
-    """Outputs are right if views are kept and dropped at any time. The rank loads the same blocks as a rank that keeps
+    """Outputs are right if a rank keeps and drops views at any time. The rank loads the same blocks as one that keeps
     nothing."""
-    if not poisoned:  # a poisoned slot whose block stays is not loaded again
+    if not poisoned:  # a poisoned slot is not loaded again if its block stays
         monkeypatch.setattr(rings.Ring, "release", RELEASE)
 
     def blocks_loaded(share: float) -> list[int]:
-        # Runs a model whose layers keep a view of a weight in this share of their runs.
+        # runs a model in which layers keep a view of a weight in this share of their runs
         buffers.announced.clear()
         model, dice, kept = Model(), random.Random(seed), random.Random(seed + 1)
         reference, views = copy.deepcopy(model), dict[int, Any]()
@@ -152,7 +153,7 @@ def test_errors_while_a_block_arrives(
         done = getattr(owner, step)
 
         def fail(*given: Any, **more: Any) -> Any:
-            if step != "decode":  # the error comes between this call and the next line
+            if step != "decode":  # the error occurs between this call and the next line
                 done(*given, **more)
             raise error("stopped")
 

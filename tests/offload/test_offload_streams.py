@@ -1,4 +1,4 @@
-"""Tests how the ring of slots uses GPU streams, with a fake device.
+"""Tests how the ring of slots uses GPU streams, on a simulated device.
 
 Each stream runs as early or as late as its waits allow. Slots and staging buffers that must not be read are poisoned.
 Writing to a slot before its readers have ended is an error.
@@ -22,14 +22,14 @@ from test_offload import BYTES, Cast, Model, outputs
 
 
 class Event:
-    """A position in a stream, with the number of computing steps before it on each thread."""
+    """A position in a stream, and the number of computing steps before it on each thread."""
 
     def __init__(self, stream: Any, position: int, after: dict[int, int]) -> None:
         self.stream, self.position, self.after = stream, position, after
 
 
 class Computing:
-    """The current stream of a thread. It runs work immediately."""
+    """A thread's current stream, which runs its work immediately."""
 
     def __init__(self) -> None:
         self.thread, self.steps = threading.get_ident(), 0
@@ -89,7 +89,7 @@ class Stream:
 
 
 class Decoding:
-    """The result of the replaced `gpu.decode`. It is known after the work has run."""
+    """The result of the replaced `gpu.decode`, which is known after the work has run."""
 
     def __init__(self, stream: Stream) -> None:
         self.stream, self.position, self.results = stream, len(stream.todo) + 1, list[Any]()
@@ -107,8 +107,8 @@ class Device:
         self.streams: list[Stream] = []
         self.read: dict[int, dict[int, int]] = {}  # by slot address and thread: the step of the last read
         self.current = threading.local()
-        self.breaks: int | None = None  # number of driver calls until one fails
-        self.staged: dict[int, int] = {}  # by address: bytes of the largest copy to it
+        self.breaks: int | None = None  # how many driver calls succeed before one fails
+        self.staged: dict[int, int] = {}  # by address: size of the largest copy to it
         self.decoded: list[int] = []  # addresses of decoded streams
         cpu = torch.device("cpu")
         monkeypatch.setattr(Stream, "device", self, raising=False)
@@ -116,7 +116,7 @@ class Device:
         monkeypatch.setattr(torch.cuda, "Stream", Stream)
         monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self.computing())
-        recorded: list[torch.Tensor] = []  # kept, because queued work may still write to them
+        recorded: list[torch.Tensor] = []  # kept alive, because queued work may still write to them
         monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: recorded.append(tensor))
         monkeypatch.setattr(gpu, "copy", self.copy)
         monkeypatch.setattr(gpu, "pack_streams", list)
@@ -174,7 +174,7 @@ class Device:
 
 
     def was_copied(self, source: int) -> bool:
-        """Returns whether a stream is in a staging buffer."""
+        """Returns whether a stored stream is in a staging buffer."""
         return any(start <= source < start + nbytes for start, nbytes in self.staged.items())
 
 
@@ -192,7 +192,7 @@ def device(request: Any, monkeypatch: pytest.MonkeyPatch, seed: int) -> Device:
 
 @pytest.mark.parametrize("slots", [1, 2, 3])
 def test_outputs_in_every_order(device: Device, slots: int, seed: int) -> None:
-    """Outputs are right if blocks are skipped, run twice or change their order. close restores every byte."""
+    """Outputs are right if blocks are skipped, run twice or change their order. `close` restores every byte."""
     model, dice = Model(), random.Random(seed)
     with ow.offload(model, "cpu", slots=slots):
         orders = [
@@ -263,7 +263,7 @@ def test_errors_in_the_middle_of_a_pass(device: Device, error: type[BaseExceptio
 
 
 def test_a_block_can_return_a_part_of_its_weights(device: Device) -> None:
-    """If a block returns a part of its weights, the part stays unchanged after its slot is reused."""
+    """If a block returns part of its weights, this part keeps its values after the slot is reused."""
 
     class Row(torch.nn.Module):
         def __init__(self, at: int) -> None:

@@ -43,7 +43,7 @@ def tiers_of(offloaded: Any) -> str:
 
 @pytest.mark.parametrize("slots", [1, 2, 3])
 def test_outputs_in_every_order(device: Device, tier: dict[str, Any], slots: int, seed: int) -> None:  # noqa: F811
-    """Outputs are right in every order of the blocks, and only blocks in host memory are copied. close restores every
+    """Outputs are right in every order of the blocks, and only blocks in host memory are copied. `close` restores every
     byte."""
     model, dice = Model(), random.Random(seed)
     reference = copy.deepcopy(model)
@@ -61,8 +61,7 @@ def test_outputs_in_every_order(device: Device, tier: dict[str, Any], slots: int
 
 
 def test_streams_threads_and_errors(device: Device, tier: dict[str, Any], seed: int) -> None:  # noqa: F811
-    """The tests of dtypes, threads and errors also pass in each tier. Errors come from a block, Ctrl-C or the
-    driver."""
+    """The tests of dtypes, threads and errors (from a block, Ctrl-C or the driver) also pass in each tier."""
     tests: list[tuple[Callable[..., None], tuple[Any, ...]]] = [
         *((streams.test_every_dtype, (dtype, seed)) for dtype in (torch.float16, torch.float32, *BYTES)),
         *((streams.test_errors_in_the_middle_of_a_pass, (error,)) for error in (ValueError, KeyboardInterrupt)),
@@ -70,7 +69,7 @@ def test_streams_threads_and_errors(device: Device, tier: dict[str, Any], seed: 
         (streams.test_a_block_can_return_a_part_of_its_weights, ()),
     ]
     for test, arguments in tests:
-        device.read.clear()  # memory of the previous test may get the same addresses
+        device.read.clear()  # this test may get memory at the same addresses as the previous one
         device.staged.clear()
         test(device, *arguments)
 
@@ -85,7 +84,7 @@ def test_using_an_offloaded_parameter_raises_an_error_with_its_name(tier: dict[s
 
 @pytest.mark.parametrize("how", [*escapes.HOLDING, *escapes.CHANGES])
 def test_blocks_that_keep_or_change_their_weights(tier: dict[str, Any], how: str) -> None:
-    """Outputs and weights equal the resident model's if a block keeps or changes its weights."""
+    """Outputs and weights match the resident model's if a block keeps or changes its weights."""
     if how in escapes.HOLDING:
         escapes.assert_as_resident(escapes.HOLDING[how], 2)
     if how in escapes.CHANGES:
@@ -99,7 +98,7 @@ def test_weights_come_from_a_file(tier: dict[str, Any], tmp_path: Path, compress
 
 
 def test_each_tier_is_reported() -> None:
-    """Stored bytes are counted by tier, even with keep, and are 0 after close."""
+    """Stored bytes are counted by tier, even with `keep`, and are 0 after `close`."""
     model = Model()
     with ow.offload(model, "cpu") as host:
         stored, nbytes = host.stored, host.nbytes
@@ -118,7 +117,7 @@ def test_each_tier_is_reported() -> None:
 
 @pytest.mark.parametrize("rows", [[600, 61, 61, 61, 61], [61, 61, 600, 61, 61], [61, 9, 200, 33, 600]])
 def test_a_block_that_is_larger_than_room(rows: list[int]) -> None:
-    """Blocks that do not fit into room stay on the host. Smaller blocks go to the device."""
+    """Blocks that do not fit into `room` go to host memory, while smaller ones still go to the device."""
     model = torch.nn.Module()
     model.layers = torch.nn.ModuleList(Cast(torch.bfloat16, one) for one in rows)
     room = 3 * 61 * 53 * 2
@@ -174,7 +173,7 @@ def test_a_device_that_is_full(
 
 
 def test_close_on_a_full_device(tier: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """close decodes on the host if the device has no memory for a slot. A close that failed can be repeated."""
+    """`close` decodes on the CPU if the device has no memory for a slot. If `close` fails, it can be repeated."""
     model = Model()
     expected, before = outputs(model), [parameter.clone() for parameter in model.parameters()]
     offloaded = ow.offload(model, "cpu")
@@ -197,7 +196,7 @@ def test_close_on_a_full_device(tier: dict[str, Any], monkeypatch: pytest.Monkey
 def test_close_without_memory_for_a_decoded_block(
     tier: dict[str, Any], monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
-    """close decodes on the host if the device has no memory to decode a block or to copy its weights."""
+    """`close` decodes on the CPU if the device has no memory to decode a block or to copy its weights."""
     model = Model()
     before = [parameter.clone() for parameter in model.parameters()]
     offloaded = ow.offload(model, "cpu")
@@ -236,8 +235,8 @@ def test_an_error_without_restored_weights_has_the_handle(
 
 
 def test_the_default_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The default room is the memory that will be free minus the slots, two more blocks and a fifth of the GPU's
-    memory. A larger room is lowered."""
+    """The default `room` is the memory that will be free, minus the slots, two more blocks and a fifth of the GPU's
+    memory. A larger `room` is reduced to this."""
     gpu, blocks = torch.device("cuda", 0), base.Model(3)
     found = tiers.Block("a", blocks, [cutting.Weight("w", torch.nn.Parameter(torch.empty(250)), torch.device("cpu"))])
     free: list[Any] = [20_000, 40_000]
@@ -275,7 +274,7 @@ def test_wrong_arguments_are_refused(wrong: Callable[[], dict[str, Any]]) -> Non
 
 
 def test_close_frees_each_block_that_it_restores(tier: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """When close has restored the weights of a block, it has freed the block's stored bytes."""
+    """When `close` has restored the weights of a block, it has already freed the block's stored bytes."""
     offloaded = ow.offload(Model(), "cpu")
     stored_bytes = [weakref.ref(one.stored.memory.tensor) for one in offloaded._away]
     decode, left = offloading._decode_block, []
@@ -291,7 +290,8 @@ def test_close_frees_each_block_that_it_restores(tier: dict[str, Any], monkeypat
 
 @pytest.mark.parametrize("compress", [True, False])
 def test_a_plan_gives_the_bytes_and_the_cost_of_each_tier(tmp_path: Path, compress: bool) -> None:
-    """A plan gives each tier at least the bytes of an offload. `tier_for` returns the fastest tier that fits."""
+    """For each tier, a plan gives at least as many bytes as an offload uses. `tier_for` returns the fastest tier that
+    fits."""
     model = Model(8, 256)
     ow.save_model(model, tmp_path / "m.safetensors", compress=compress)
     plan = ow.plan(tmp_path / "m.safetensors")

@@ -20,7 +20,7 @@ from overwire.model.opened import Model
 
 
 def kept(tensors: dict[str, Any]) -> dict[str, bytes]:
-    # The tensors are cloned, because torch does not free memory that numpy has seen.
+    # These are clones, because torch does not free memory that numpy has seen.
     return {name: raw(tensor.detach().clone()) for name, tensor in tensors.items()}
 
 
@@ -78,8 +78,8 @@ def test_a_thousand_cycles_change_no_bytes_and_leak_no_memory() -> None:
         if cycle % 97 == 0:
             hold(tensors, want)
     hold(tensors, want)
-    assert soon(lambda: len(os.listdir("/proc/self/fd")) <= descriptors)  # earlier tests may close theirs late
-    assert soon(lambda: mapped() <= mappings + 64)  # the allocator's mappings vary
+    assert soon(lambda: len(os.listdir("/proc/self/fd")) <= descriptors)  # earlier tests may close late
+    assert soon(lambda: mapped() <= mappings + 64)  # the number of the allocator's mappings varies
 
 
 def test_tensors_of_every_dtype_and_shape() -> None:
@@ -165,8 +165,8 @@ def test_the_file_of_a_sleep_is_an_ordinary_file(tmp_path: Path) -> None:
 
 
 def test_a_full_disk(tmp_path: Path) -> None:
-    """to_file is written like any save. After an error, the old file and the tensors are unchanged, and no temporary
-    file is left."""
+    """The file of to_file= is written like any other. After an error, the old file and the tensors are unchanged, and
+    no temporary file is left."""
     path, tensors = tmp_path / "m.safetensors", {"w": torch.randn(500, 999)}
     want = kept(tensors)
     ow.save_file({"old": torch.ones(3)}, path)
@@ -298,8 +298,8 @@ def test_threads_sleep_and_wake_at_once() -> None:
 
 @pytest.mark.parametrize("other", ["wake", "close"])
 def test_one_thread_wakes_and_others_wait(monkeypatch: pytest.MonkeyPatch, other: str) -> None:
-    """While one thread wakes the tensors, `wake` and `close` on other threads wait. Nothing is loaded twice or lost. If
-    a signal handler interrupts the wake, its own call gets a clear error."""
+    """While one thread wakes the tensors, `wake` and `close` on other threads wait. Nothing is loaded twice or lost. A
+    signal handler that interrupts `wake` and calls one of them gets a clear error."""
     tensors = {"a": torch.randn(300, 300), "b": torch.randn(50).bfloat16()}
     want = kept(tensors)
     asleep = ow.sleep(tensors)
@@ -353,7 +353,7 @@ assert tensors["a"].tolist() == list(range(1000))
 
 
 def test_sleep_on_the_cpu_needs_no_preparation() -> None:
-    """Sleeping CPU tensors use ordinary memory, so nothing is prepared. Tensors that cannot sleep are refused."""
+    """CPU tensors sleep in ordinary memory, so there is nothing to prepare. Tensors that cannot sleep are refused."""
     module = model()
     want = kept(parts(module))
     with ow.prepare_sleep(module) as ready:
@@ -370,8 +370,8 @@ def test_sleep_on_the_cpu_needs_no_preparation() -> None:
 
 
 def test_tensors_that_share_memory_sleep_once() -> None:
-    """Tensors that share memory sleep once: views with two dtypes, overlapping parts, a scalar in another tensor's
-    memory, an empty view, and a tensor with two names."""
+    """Memory that several tensors share is stored once: views with two dtypes, overlapping parts, a scalar in another
+    tensor's memory, an empty view, and a tensor with two names."""
     words = torch.arange(5000, dtype=torch.int32)
     tensors: dict[str, Any] = {
         "words": words,
@@ -400,8 +400,8 @@ def test_tensors_that_share_memory_sleep_once() -> None:
 
 
 def test_a_timeout_leaves_tensors_as_they_were(tmp_path: Path) -> None:
-    """Every function on tensors in memory raises DeadlineError after its timeout. Waking can be tried again. A call
-    that ends in time is not affected."""
+    """Every function on tensors in memory raises DeadlineError after its timeout, and leaves the tensors as they were.
+    `wake` can be tried again. A call that ends in time is not affected."""
     tensors = {str(n): torch.randn(1 << 20).bfloat16() for n in range(24)}
     want = kept(tensors)
     for wrong in (0, -1.0, True, "1", float("nan")):
@@ -439,7 +439,7 @@ def test_a_timeout_leaves_tensors_as_they_were(tmp_path: Path) -> None:
 
 
 def test_a_wrong_argument_of_wake_takes_no_memory() -> None:
-    """After a wrong argument of wake, the tensors use no memory, stay asleep, and can be woken."""
+    """After a call of `wake` with a wrong argument, the tensors still sleep without using memory, and can be woken."""
     tensor = torch.arange(1 << 18, dtype=torch.float32).bfloat16()
     want = tensor.clone()
     asleep = ow.sleep({"a": tensor})

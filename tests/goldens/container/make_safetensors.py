@@ -1,4 +1,4 @@
-"""Writes safetensors-<version>/ with the installed safetensors: small plain files from another producer, which every
+"""Writes safetensors-<version>/ with the installed safetensors: small plain files from another writer, which every
 release of overwire must read.
 
     python make_safetensors.py

@@ -1,7 +1,7 @@
 """Makes the golden files of one version of tensorizer: python make.py FOLDER, with that version installed.
 
-Encrypted files differ in each run by their nonces, so keep the existing ones. The index of 256 KiB is mostly empty, so
-files are compressed with gzip.
+Encrypted files get new nonces in each run, so keep the existing ones. Files are compressed with gzip, because their
+index of 256 KiB is mostly empty.
 """
 
 import gzip
