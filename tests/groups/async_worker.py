@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 
 
 def train(model: Any, optimizer: Any, steps: int) -> None:
-    """Trains a model. If a save used the same group, its messages would mix with those of training."""
+    """Trains a model. If a save used the group of training, their messages would be mixed up."""
     for _ in range(steps):
         model(torch.ones(4, 33)).square().mean().backward()
         optimizer.step()
@@ -61,15 +61,15 @@ def documented(folder: Path, group: Any = None, own: Any = None) -> None:
 
 
 def given(folder: Path) -> None:
-    """Passes a separate group for saves, once to torch and once to the writer."""
+    """A separate group for saves is passed once to torch and once to the writer."""
     group = dist.new_group(backend="gloo")
     for number, (one, two) in enumerate([(group, None), (None, group)]):
         documented(folder / str(number), one, two)
 
 
 def several(folder: Path) -> None:
-    """Two writers save at the same time, many times. The ranks start their saves in either order. Each writer has its
-    own group, which its later saves reuse."""
+    """Two writers save at the same time, many times, and the ranks start these saves in different orders. Each writer
+    has its own group, which its later saves reuse."""
     model, optimizer = trained(0, 1)
     before = groups()
     writers = [CheckpointWriter(folder / "one"), CheckpointWriter(folder / "two")]
@@ -89,7 +89,7 @@ def several(folder: Path) -> None:
 
 
 def late(folder: Path) -> None:
-    """If one rank never begins a save, the other ranks' saves end by a timeout. The next save to that path works."""
+    """If one rank never begins a save, the saves of the other ranks time out. The next save to that path works."""
     writer, state = CheckpointWriter(folder), {"x": torch.ones(9)}
     limit, dist.distributed_c10d.default_pg_timeout = (
         dist.distributed_c10d.default_pg_timeout, datetime.timedelta(seconds=0.2),
@@ -104,7 +104,8 @@ def late(folder: Path) -> None:
 
 
 def failing(folder: Path) -> None:
-    """A save that fails on one rank leaves no extra or unusable group. An unknown caller gets an error."""
+    """A save that fails on one rank leaves no additional or unusable group. A call that does not come from torch's save
+    functions gets an error."""
     writer, state = CheckpointWriter(folder), {"x": torch.ones(9)}
     writer._write_step = None if dist.get_rank() == 0 else writer._write_step  # type: ignore[method-assign,assignment]
     before = groups()
@@ -121,8 +122,7 @@ def failing(folder: Path) -> None:
 
 
 def destroyed(folder: Path) -> None:
-    """If a rank waits for other ranks to begin a save, and the groups are destroyed, the rank raises an error at
-    once."""
+    """If the groups are destroyed while a rank waits for others to begin a save, the rank raises an error at once."""
     rank, size = dist.get_rank(), dist.get_world_size()
     dist.barrier()
     if rank == 0:
@@ -146,8 +146,8 @@ def destroyed(folder: Path) -> None:
 
 
 def subset(folder: Path) -> None:
-    """Two of three ranks save as a group, in the foreground and in the background. Meanwhile the third rank trains or
-    saves by itself."""
+    """Two of three ranks save as a group, in the foreground and in the background, while the third rank trains or saves
+    by itself."""
     group = dist.new_group([0, 2], backend="gloo")
     if dist.get_rank() != 1:
         state = {f"of-{dist.get_rank()}": torch.full((999,), float(dist.get_rank())), "both": torch.arange(5)}

@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 
 def trained(seed: int, steps: int) -> tuple[Any, Any]:
-    """Returns an FSDP2 model with odd sizes and its optimizer. One layer has fewer rows than there are ranks."""
+    """Returns an FSDP2 model with odd sizes, and its optimizer. One layer has fewer rows than there are ranks."""
     torch.manual_seed(seed)
     model = torch.nn.Sequential(
         torch.nn.Linear(33, 257), torch.nn.Linear(257, 129, dtype=torch.float32), torch.nn.Linear(129, 1)
@@ -54,7 +54,7 @@ def state_of(model: Any, optimizer: Any, **more: Any) -> dict[str, Any]:
 
 
 def whole(value: Any) -> Any:
-    """Returns a state in which every DTensor is gathered."""
+    """Returns a copy of the state in which every DTensor is gathered."""
     if isinstance(value, DTensor):
         return value.full_tensor()
     if isinstance(value, dict):
@@ -83,7 +83,7 @@ def equal(one: torch.Tensor, two: torch.Tensor) -> bool:
 
 
 def stored(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor in the form in which checkpoint files store it."""
+    """Returns a tensor as checkpoint files store it."""
     return bytes_of(tensor) if is_bytes(tensor.dtype) else tensor
 
 
@@ -133,7 +133,7 @@ def save(folder: Path) -> None:
 
 
 def load(folder: Path) -> None:
-    """Loads both checkpoints with another number of ranks into another state."""
+    """Loads both checkpoints into another state, on another number of ranks."""
     want = torch.load(folder / "want.pt", weights_only=True)
     model, optimizer = trained(7, 1)
     state = state_of(model, optimizer, step=0, rng=torch.zeros_like(want["rng"]), note={"lr": 0.0, "tags": ["", ""]})
@@ -147,7 +147,7 @@ def load(folder: Path) -> None:
 
 
 def background(folder: Path) -> None:
-    """Each async_save writes the staged values, although the tensors change during the save."""
+    """Each async_save writes the staged values, even if the tensors change during the save."""
     stager = CheckpointStager()
     state = sharded(True)
     writer = CheckpointWriter()
@@ -164,8 +164,8 @@ def background(folder: Path) -> None:
 
 
 def mapped(folder: Path) -> None:
-    """Ranks copy staged blocks out of each other's mapped memory. If a rank cannot map it, the blocks are sent to the
-    rank."""
+    """Ranks map each other's memory and copy staged blocks from it. A rank that cannot map memory gets the blocks by
+    messages."""
     stager, operations = CheckpointStager(), []
     batch, map_buffers = dist.batch_isend_irecv, exchange.map_buffers
 
@@ -188,7 +188,7 @@ def mapped(folder: Path) -> None:
 
 
 def cached(folder: Path) -> None:
-    """A planner caches its plan, and then the state of one rank changes."""
+    """Saves are right with a planner that caches its plan, and after the state of one rank has changed."""
     writer = CheckpointWriter()
     for number in range(4):
         state: dict[str, Any] = dict(sharded(True))
@@ -200,8 +200,7 @@ def cached(folder: Path) -> None:
 
 
 def short(folder: Path) -> None:
-    """If the disk of one rank is full, every rank gets an error, the old checkpoint stays, and no other file is
-    left."""
+    """If one rank's disk is full, every rank gets an error, the old checkpoint stays, and no other file is left."""
     at = folder / "short"
     dcp.save(sharded(True), storage_writer=CheckpointWriter(at))
     before = {path.name: path.read_bytes() for path in at.iterdir() if path.is_file()}
@@ -227,7 +226,7 @@ def short(folder: Path) -> None:
 
 
 class _Failing(DefaultSavePlanner):
-    after = 0  # calls that succeed
+    after = 0  # number of calls that succeed
 
     def resolve_data(self, item: Any) -> Any:
         self.after -= 1
@@ -237,8 +236,8 @@ class _Failing(DefaultSavePlanner):
 
 
 def failing(folder: Path) -> None:
-    """If a rank cannot provide its blocks, before or during a round, every rank gets an error. The group stays
-    synchronised, and the next save succeeds."""
+    """If a rank cannot provide its blocks, before or during a round of the exchange, every rank gets an error. The
+    ranks stay in step, and the next save succeeds."""
     for after in (0, 1, 7):
         planner = _Failing()
         planner.after = after
@@ -251,10 +250,10 @@ def failing(folder: Path) -> None:
 
 
 class _Interrupted(DefaultSavePlanner):
-    """A planner that sends Ctrl-C before the first file of a rank or between its files."""
+    """A planner that sends Ctrl-C before a rank's first file, or between its files."""
 
     ranks: tuple[int, ...] = ()
-    after = 0  # calls that succeed
+    after = 0  # number of calls that succeed
 
     def resolve_data(self, item: Any) -> Any:
         self.after -= 1
@@ -264,7 +263,7 @@ class _Interrupted(DefaultSavePlanner):
 
 
 def interrupted(folder: Path) -> None:
-    """Ctrl-C during dcp.save, on one rank or on all, ends the save on every rank. Only the old checkpoint is left."""
+    """Ctrl-C during dcp.save, on one rank or on all, ends the save on every rank. Only the old checkpoint remains."""
     at = folder / "interrupted"
     dcp.save(sharded(True), storage_writer=CheckpointWriter(at))
     before = {path.name: path.read_bytes() for path in at.iterdir() if path.is_file()}
@@ -303,8 +302,8 @@ class _Waiting(DefaultSavePlanner):
 
 
 def pressed(folder: Path) -> None:
-    """Ctrl-C while dcp.async_save stages tensors prevents the save. Later, Ctrl-C only ends the wait, and the
-    checkpoint is complete."""
+    """Ctrl-C while dcp.async_save stages tensors prevents the save. After that, Ctrl-C only ends the wait, and the
+    checkpoint becomes complete."""
     at, stager = folder / "pressed", CheckpointStager()
     with pytest.raises(KeyboardInterrupt):
         dcp.async_save({**sharded(False), "key": _Pressing()}, storage_writer=CheckpointWriter(at), async_stager=stager)
@@ -329,7 +328,7 @@ class _Dying(DefaultSavePlanner):
 
 
 def dying(folder: Path) -> None:
-    """If a rank dies during a save, the other rank gets an error and the old checkpoint stays."""
+    """If a rank dies during a save, the other rank gets an error, and the old checkpoint stays."""
     at = folder / "dying"
     dcp.save(sharded(True), storage_writer=CheckpointWriter(at))
     state = {name: torch.randn(9) for name in "abc"} if dist.get_rank() == 1 else {}
@@ -343,7 +342,7 @@ def dying(folder: Path) -> None:
 
 
 def replaced(folder: Path, old: bool = False) -> None:
-    """A checkpoint is replaced between the moments at which two ranks open it."""
+    """A checkpoint is replaced after one rank has opened it and before another does."""
     at = folder / f"replaced-{old}"
 
     def save(value: float) -> None:

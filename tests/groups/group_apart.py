@@ -1,4 +1,4 @@
-"""Steps of group_worker.py in which files, arguments or calls differ between ranks."""
+"""Steps of group_worker.py in which the ranks' files, arguments or calls differ."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def fails(kind: type[BaseException], text: str, act: Callable[[], Any]) -> None:
 
 
 def replaced(folder: Path) -> None:
-    """If a file is replaced while ranks open it, all ranks load the new file. If the ranks keep opening different
-    files, no rank loads a mixture."""
+    """If a file is replaced while ranks open it, all ranks load the new file. If the ranks still open different files
+    when they try again, no rank loads a mixture."""
     rank, world, path, sign = dist.get_rank(), dist.group.WORLD, folder / "replaced.safetensors", folder / "opened"
 
     def write(value: float) -> None:
@@ -66,13 +66,13 @@ def replaced(folder: Path) -> None:
         if rank == 1:
             shutil.copy(folder / "compressed.safetensors", copy)
         dist.barrier()
-        # The checksums show that the file is a copy of rank 0's file.
+        # the checksums show that the file is a copy of rank 0's
         assert "whole" in ow.load_file(copy if rank == 1 else folder / "compressed.safetensors", group=world)
 
 
 def refused(folder: Path) -> None:
-    """A wrong argument on rank 1 raises an error on all ranks, and the group can still be used. A setting that only one
-    rank has also raises on all ranks."""
+    """A wrong argument on rank 1, or a setting that differs between ranks, raises an error on all ranks. The group can
+    still be used."""
     rank, world, path = dist.get_rank(), dist.group.WORLD, folder / "compressed.safetensors"
     module, weights = torch.nn.Linear(2, 2), folder / "linear.safetensors"
     if rank == 0:
@@ -100,7 +100,7 @@ def refused(folder: Path) -> None:
 
 
 def closed(folder: Path) -> None:
-    """If one rank closes or drops a stream before its first step, the stream ends on all ranks."""
+    """If one rank closes or drops a stream before it takes a tensor, the stream ends on all ranks."""
     rank, world, path = dist.get_rank(), dist.group.WORLD, folder / "compressed.safetensors"
     for exchange in ("mapped", "none"):
         grouping.exchange_setting = lambda exchange=exchange: exchange
@@ -116,8 +116,8 @@ def closed(folder: Path) -> None:
 
 
 def interrupted(folder: Path) -> None:
-    """If a signal handler interrupts a group stream and takes a tensor from it or closes it, the handler gets an error.
-    The stream continues on all ranks."""
+    """A signal handler that takes a tensor from the group stream that it interrupts, or closes it, gets an error. The
+    stream continues on all ranks."""
     rank, world, path = dist.get_rank(), dist.group.WORLD, folder / "compressed.safetensors"
     for exchange in ("mapped", "none"):
         grouping.exchange_setting = lambda exchange=exchange: exchange
@@ -141,8 +141,8 @@ def interrupted(folder: Path) -> None:
 
 
 def forked_streams(folder: Path) -> None:
-    """A rank's forked child cannot use the group or its streams, even while a thread of the rank waits in a stream. The
-    child exits without sending anything to other ranks."""
+    """A forked child of a rank cannot use the group or its streams, even while a thread of the rank waits in a stream.
+    The child exits without sending anything to the other ranks."""
     world, path = dist.group.WORLD, folder / "compressed.safetensors"
     want = ow.load_file(path)
 
@@ -190,8 +190,8 @@ def forked_streams(folder: Path) -> None:
 
 
 def stopped(folder: Path) -> None:
-    """A timeout or Ctrl-C on a rank ends its load even if another rank is stopped. When the stopped rank continues, its
-    load also ends."""
+    """A timeout or Ctrl-C on a rank ends its load even if another rank is stopped (SIGSTOP). When the stopped rank
+    continues, its load also ends."""
     rank, path, process, aim = dist.get_rank(), folder / "compressed.safetensors", [os.getpid()], relays.relay_aim
     dist.broadcast_object_list(process, 1)
 
@@ -219,7 +219,7 @@ def stopped(folder: Path) -> None:
 
 
 def freed(folder: Path) -> None:
-    """When a group that has loaded or failed to load is destroyed, its threads and descriptors are freed."""
+    """Destroying a group frees its threads and descriptors, whether its loads have succeeded or failed."""
     path = folder / "compressed.safetensors"
 
     def used() -> tuple[int, int]:

@@ -30,9 +30,9 @@ Wanted = dict[str, list[tuple[int, int, int, int]]]
 
 
 def leaving(step: str, folder: Path, method: Any) -> Any:
-    """Replaces a method that each rank calls after the engines have connected. Rank 1 exits in this method when all
-    other ranks have reached it, so they have received its messages. Its engine has answered no requests, so the other
-    ranks still wait for it."""
+    """Replaces a method that each rank calls after the engines have connected. When all ranks have reached it, rank 1
+    exits in it. The other ranks have then received its messages but still wait for its engine, which has answered no
+    request."""
     rank, size = dist.get_rank(), dist.get_world_size()
     signs = [folder / f"{step}-{size}-{other}" for other in range(size)]
 
@@ -49,8 +49,8 @@ def leaving(step: str, folder: Path, method: Any) -> Any:
 
 
 def wants(path: Path, rank: int, size: int) -> Wanted:
-    """Returns blocks of every kind: halves of one or both dimensions, whole tensors, two blocks of one tensor, and
-    blocks that only this rank or also another rank wants."""
+    """Returns blocks of every kind: a rank's part along one or both dimensions, whole tensors, two blocks of one
+    tensor, and blocks that only this rank or also another rank wants."""
     out: Wanted = {}
     for at, (name, tensor) in enumerate(sorted(ow.load_file(path).items())):
         if tensor.dtype == torch.float4_e2m1fn_x2:
@@ -81,8 +81,8 @@ def together(
     where: Callable[[Path], Any] = lambda path: path,
     group: Any = None,
 ) -> Any:
-    """Loads the wanted blocks of files as a group and compares them. Returns the load, or the reason why there was no
-    load. opened is called when the files are open and nothing has been read. where returns a file's path or URL."""
+    """Loads the wanted blocks of files as a group and compares them. Returns the load, or the reason why there was
+    none. opened: called when the files are open and nothing has been read. where: returns a file's path or URL."""
     rank, size, world = dist.get_rank(), dist.get_world_size(), group or dist.group.WORLD
     with ExitStack() as stack:
         files, requests, targets = [], [], []
@@ -116,8 +116,8 @@ def together(
 
 
 def blinded() -> Iterator[int]:
-    """Makes the engine of one rank unable to map another rank's memory: of rank 0 and then of rank 1, on a GPU only of
-    rank 1."""
+    """Makes one rank's engine unable to map another rank's memory: first rank 0's, then rank 1's. On a GPU, only rank
+    1's."""
     for lost in (0, 1) if DEVICE == "cpu" else (1,):
         if dist.get_rank() == lost:
             relays.relay_join = join_strangers
@@ -132,13 +132,13 @@ def join_strangers(offers: list[Any], job: int) -> None:
 
 
 def expected_of(path: Path) -> Path:
-    """Returns the plain file with the expected tensors of a file that may be damaged or compressed."""
+    """Returns the plain file with the tensors that a file should have. The file itself may be damaged or compressed."""
     other = path.parent / f"{path.stem.partition('-')[0]}-plain.safetensors"
     return other if other.exists() else path.parent / "plain.safetensors"
 
 
 def blocks(folder: Path) -> None:
-    """Ranks that request blocks read each stored byte once in total. A failure on one rank ends the load on all ranks.
+    """Ranks that request blocks together read each stored byte once. A failure on one rank ends the load on all ranks.
     If one rank cannot take part, all ranks get the reason."""
     rank, size, world = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
     block_loads.SHARE = (1 << 20) + 4096
@@ -190,7 +190,7 @@ def blocks(folder: Path) -> None:
 
 
 def block_stores(folder: Path) -> None:
-    """By default, ranks share the reads from a store, so the server sends each byte once in total."""
+    """By default, ranks share the reads from a store, so the server sends each byte once."""
     size, world = dist.get_world_size(), dist.group.WORLD
     block_loads.SHARE = (1 << 20) + 4096
     assert _compat_api.should_share_reading(world, True) and not _compat_api.should_share_reading(world, False)
@@ -207,11 +207,11 @@ def block_stores(folder: Path) -> None:
 
 
 def shards(folder: Path, at: Path) -> list[Path]:
-    """Writes files with equal tensor names, tied tensors and every codec. Nothing is requested from one of the
-    files."""
+    """Writes files that have the same tensor names, tied tensors and every codec. Nothing is requested from one of
+    them."""
     sizes = {"a": (1021, 512), "b": (700, 1030), "c": (512, 600), "unwanted": (300, 300)}
     if dist.get_rank() == 0:
-        at.mkdir(exist_ok=True)  # another test may have created it
+        at.mkdir(exist_ok=True)  # another test may have created the file
         for seed, (name, shape) in enumerate(sizes.items()):
             torch.manual_seed(seed)
             same = torch.randn(shape).bfloat16()
@@ -227,8 +227,8 @@ def shards(folder: Path, at: Path) -> list[Path]:
 
 
 def block_shards(folder: Path) -> None:
-    """One group load loads blocks of several files, even with equal tensor names. An error names its file. The bytes
-    are those of the files that were opened."""
+    """One group load gets blocks from several files, even if these have the same tensor names. An error names its file.
+    The bytes are those of the files that were opened."""
     rank, size = dist.get_rank(), dist.get_world_size()
     block_loads.SHARE = (1 << 20) + 4096
     files = shards(folder, folder / f"shards-{size}")
@@ -248,7 +248,7 @@ def block_shards(folder: Path) -> None:
             read: list[Any] = [None] * size
             dist.all_gather_object(read, made.read)
             stored = sum(path.stat().st_size for path in paths if not path.name.startswith("unwanted"))
-            # Data of level "smaller" is decoded while it is read, and the decoded size is counted.
+            # Data of level "smaller" is decoded while it is read, so the decoded size is counted.
             stored = max(stored, sum(path.stat().st_size for path in plain[:3]) if files[2] in paths else 0)
             assert made.read and sum(read) <= 1.05 * stored, (paths, read, stored)
     assert begun == [2] * 8, begun
@@ -291,8 +291,8 @@ def block_shards(folder: Path) -> None:
 
 
 def block_hosts(folder: Path) -> None:
-    """One rank runs on one host and two ranks on another. A host that needs nothing reads nothing. A share can hold the
-    largest chunk, even if it is set too small."""
+    """One rank is on one host and two ranks are on another. A host that needs nothing reads nothing. The size of a
+    share is raised if the largest chunk does not fit into it."""
     rank, name = dist.get_rank(), grouping.host_identity
     block_loads.SHARE = 256  # too small for a chunk
     grouping.host_identity = lambda: "alone" if rank == 0 else "together"

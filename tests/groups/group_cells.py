@@ -48,7 +48,8 @@ VERBS: tuple[Callable[..., Tensors], ...] = (load_file, stream, stream_windows, 
 
 @contextmanager
 def sources(folder: Path) -> Iterator[dict[str, Any]]:
-    """Yields sources by kind: local files, the same files in a store, and models pinned in each rank's memory."""
+    """Yields sources by kind: local files, the same files in a store, and models that are pinned in each rank's
+    memory."""
     with ExitStack() as stack:
         out: dict[str, Any] = {}
         for coding in ("plain", "compressed"):
@@ -62,7 +63,7 @@ def sources(folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def cells(folder: Path, device: str, expected: Callable[..., Tensors], use: Callable[[str], None]) -> None:
-    """Each function gives the same tensors with each transport as a load and slicing on one rank."""
+    """With each transport, each function gives the same tensors as loading and slicing on one rank."""
     rank, size = dist.get_rank(), dist.get_world_size()
     with sources(folder) as every:
         for shard in ({}, SHARD):

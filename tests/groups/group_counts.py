@@ -14,7 +14,7 @@ from overwire.distributed import load as relays
 
 
 def reads(group: Any) -> Callable[[], list[int]]:
-    """Returns a function that returns how many stored bytes each rank has read in group loads since its last call."""
+    """Returns a function that returns how many stored bytes each rank has read in group loads since the last call."""
     mine: list[int] = []
     done = relays.Job.done
 

@@ -1,5 +1,5 @@
-"""Runs the ranks of tests/groups/test_deaths.py. The arguments name a point at which rank 1 of three ranks dies,
-stops, fails or never arrives. The other ranks must report this, leave nothing open, and load again in a new group."""
+"""Runs the ranks of tests/groups/test_deaths.py. The arguments name a point at which rank 1 of three dies, stops, fails
+or never arrives. The other ranks must report this, leave nothing open, and load again in a new group."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from overwire.distributed import tensors as loading
 
 RANKS, LOST = 3, 1
 
-# Seconds. If nothing else detects a lost rank, the group's timeout of TIME_OUT does. After HANGS, a rank counts as
-# hanging.
+# In seconds. If nothing else detects a lost rank, the group's timeout of TIME_OUT does. After HANGS, a rank is
+# considered to hang.
 TIME_OUT, HANGS = 10, 90
 
 
@@ -49,7 +49,7 @@ def fail() -> None:
 
 
 def hook_point(point: str, act: Callable[[], None]) -> None:
-    """Makes rank 1 call act() at a point of its next load."""
+    """Makes rank 1 call act() at a given point of its next load."""
 
     def before(module: Any, name: str, due: int = 0) -> None:
         real, calls = getattr(module, name), [0]
@@ -105,7 +105,7 @@ def run_rank(folder: Path, rank: int, case: str, point: str, way: str) -> None:
     grouping.exchange_setting = lambda: exchange
     relays.SHARE, relays._AGREE = (1 << 20) + 4096, 2
     want = ow.load_file(path, mmap=False)
-    join(folder, f"{case}-warm", list(range(RANKS)), rank)  # creates threads and descriptors that are not freed
+    join(folder, f"{case}-warm", list(range(RANKS)), rank)  # the first load creates threads and descriptors that stay
     load_and_compare(path, want, dist.group.WORLD)
     dist.destroy_process_group()
     gc.collect()
@@ -152,7 +152,7 @@ def main() -> None:
         children.append(pid)
     ended = {rank: os.waitpid(children[rank], 0)[1] for rank in range(RANKS) if rank != LOST}
     if way != "fail":
-        os.kill(children[LOST], signal.SIGKILL)  # the rank may be stopped or asleep
+        os.kill(children[LOST], signal.SIGKILL)  # the rank may be stopped or sleeping
     status = os.waitstatus_to_exitcode(os.waitpid(children[LOST], 0)[1])
     assert status == {"fail": 0, "leave": 3}.get(way, -signal.SIGKILL), status
     sys.exit(f"ended with {ended}" if any(ended.values()) else 0)

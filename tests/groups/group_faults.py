@@ -1,4 +1,4 @@
-"""Steps of group_worker.py in which rank 1 fails at any point of a load, which must end the load on all ranks."""
+"""Steps of group_worker.py in which rank 1 fails at any point of a load. This must end the load on all ranks."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from overwire.distributed import load as relays
 
 HOME = str(Path(grouping.__file__).parent)
 
-# Rank 1 fails at this number of evenly spaced calls.
+# How many evenly spaced calls rank 1 fails at, one at a time.
 POINTS = 8
 
 
 class Fault:
-    """Counts the calls in the package `distributed` after a load has begun, and raises an error at one of them."""
+    """Counts calls in the package `distributed` once a load has begun, and raises an error at one of them."""
 
     def __init__(self, at: int, kind: type[BaseException]) -> None:
         self.at, self.kind, self.calls, self.begun = at, kind, 0, False
@@ -48,7 +48,7 @@ class Fault:
 
 
 def attempt(act: Callable[[], Any], at: int, kind: type[BaseException]) -> tuple[str, int]:
-    """Returns the error of this rank, or "" without an error, and the number of calls."""
+    """Returns this rank's error, or "" if there is none, and the number of calls."""
     fault = Fault(at, kind)
     try:
         with fault:

@@ -1,11 +1,11 @@
 """Runs ranks on several simulated hosts on this machine. Each host has its own namespaces for network, host name and
-IPC, and a rate-limited link. The ranks load from a store that counts the bytes it sends.
+IPC, and a rate-limited link. The ranks load from a store that counts the bytes that it sends.
 
     python tests/groups/group_hosts.py FOLDER RANKS [RANKS ...]
 
 makes a host for each number of ranks. Each rank checks the tensors that it loads. It prints a line of JSON for each
 load with the bytes that the ranks have read, and at the end a line with the bytes that the store has sent. The exit
-status is 77 if this machine allows no namespaces.
+status is 77 if this machine does not allow namespaces.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ FILES = ("plain.safetensors", "compressed.safetensors")
 
 
 def leave_namespaces(flags: int) -> None:
-    """Leaves the parent's namespaces."""
+    """Moves this process to new namespaces."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.unshare(flags):
         refuse(os.strerror(ctypes.get_errno()))

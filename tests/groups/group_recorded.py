@@ -1,4 +1,4 @@
-"""A step of group_worker.py that records the model's own loader while ranks share reads."""
+"""A step of group_worker.py in which ranks share reads while the model's own loader is recorded."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from overwire.distributed import shard_range
 from overwire.integrations.load_plan import record_copies, run_plan
 from overwire.integrations.load_plan.run_plan import SliceLoad, load_by_slices
 
-# At most this many bytes of rows are loaded separately.
+# At most this many bytes are loaded as separate rows.
 MOST = 1 << 20
 
 
 class Model(torch.nn.Module):
-    """A model that loads its rank's rows of each tensor, or its rank's columns of every third tensor. Every fifth
-    tensor is transposed, so it is not a block."""
+    """A model that loads its rank's rows of most tensors, and its rank's columns of every third tensor. Every fifth
+    tensor is transposed, so it is not loaded as a block."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class Model(torch.nn.Module):
 
 
 def load(path: Path, halfway: Callable[[torch.Tensor], Any] | None = None) -> tuple[bool, int | None, list[str]]:
-    """Returns whether the load used slices, how many bytes of the shared blocks this rank read, and the log."""
+    """Returns whether the load used slices, how many bytes of shared blocks this rank has read, and the log."""
     model, said, read = Model(path), [], []
     model.halfway = halfway or model.halfway
     shared = run_plan.land_together
@@ -98,8 +98,8 @@ def load(path: Path, halfway: Callable[[torch.Tensor], Any] | None = None) -> tu
 
 
 def recorded(folder: Path) -> None:
-    """Ranks read each stored byte once in total, even in the first load. If a rank cannot continue, the other ranks do
-    not wait for it. Damage ends the load on all ranks."""
+    """Together, ranks read each stored byte once, even in the first load. If a rank cannot continue, the others do not
+    wait for it. Damage ends the load on all ranks."""
     rank, size = dist.get_rank(), dist.get_world_size()
     block_loads.SHARE = (1 << 20) + 4096
     for file in ("plain.safetensors", "compressed.safetensors"):

@@ -26,7 +26,7 @@ from overwire.distributed import load as relays
 from overwire.distributed import tensors as loading
 from overwire.model.opened import Model
 
-# These steps of other modules can also be named on the command line.
+# Steps of other modules, which can also be named on the command line.
 __all__ = ["block_gone", "block_hosts", "block_shards", "block_stores", "blocks", "recorded"]
 __all__ += ["closed", "faults", "forked_streams", "freed", "interrupted", "refused", "replaced"]
 __all__ += ["stopped"]
@@ -37,7 +37,7 @@ DEVICE = "cpu"
 
 
 def expected(path: Path, shard: dict[str, int], rank: int, ranks: int) -> dict[str, torch.Tensor]:
-    """Returns the tensors that a plain load and slicing on one rank give."""
+    """Returns the tensors that loading and slicing on one rank give."""
     whole = ow.load_file(path)
     out = {}
     for name, tensor in whole.items():
@@ -67,12 +67,13 @@ SHARD = {"rows": 0, "uneven": 0, "columns": 1, "deep": 2, "few": 0, "bytes8": -1
 
 
 def by(exchange: str) -> None:
-    """Sets OVERWIRE_EXCHANGE from now on."""
+    """Sets OVERWIRE_EXCHANGE for the following loads."""
     grouping.exchange_setting = lambda: exchange
 
 
 def small() -> None:
-    """Makes buffers small, so that a load has many pieces, several rounds of the ring, and several stream windows."""
+    """Makes buffers so small that a load has many pieces, several rounds of the ring, and several windows of a
+    stream."""
     relays.SHARE, relays._AGREE, loading._WINDOW = (1 << 20) + 4096, 3, 3 << 20
 
 
@@ -94,8 +95,8 @@ def cells(folder: Path) -> None:
 
 
 def tiny(folder: Path) -> None:
-    """Small tensors load with each transport, whole and cut along either dimension: with odd sizes, empty, tied,
-    without dimensions, or with fewer rows than ranks."""
+    """Small tensors of all kinds (of odd sizes, empty, tied, without dimensions, with fewer rows than ranks) load
+    through mapped memory and collectives, whole and cut along either dimension."""
     rank, size, tied = dist.get_rank(), dist.get_world_size(), torch.randn(129, 67).bfloat16()
     tensors = {"tied.a": tied, "tied.b": tied, "odd": torch.randn(257, 31), "few": torch.randn(3, 5)}
     tensors |= {"scalar": torch.tensor(2.5), "empty": torch.empty(0, 7), "line": torch.arange(1001).half()}
@@ -128,7 +129,8 @@ def hosts(folder: Path) -> None:
 
 
 def spread(folder: Path) -> None:
-    """Two hosts with two ranks each read each stored byte once in total. A failure on one rank ends the load on all."""
+    """Two hosts with two ranks each together read every stored byte once. A failure on one rank ends the load on
+    all."""
     rank, size, world = dist.get_rank(), dist.get_world_size(), dist.new_group()
     grouping.host_identity = lambda: f"host{rank // 2}"
     relays.SHARE, relays._AGREE = 3 << 20, 1  # pieces of several chunks
@@ -151,8 +153,8 @@ def spread(folder: Path) -> None:
 
 
 def afar(folder: Path) -> None:
-    """Ranks on several hosts share reads from a store, so its server sends each byte once in total. Each host reads
-    local files by itself."""
+    """Ranks on several hosts share reads from a store, so the server sends each byte once. Local files are read on each
+    host."""
     rank, size, path = dist.get_rank(), dist.get_world_size(), folder / "compressed.safetensors"
     stored, sent = path.stat().st_size, []
     relays.SHARE = (1 << 20) + 4096
@@ -255,11 +257,11 @@ def failing(folder: Path) -> None:
             assert error.tensor and error.offset and "damaged" in str(error.source), vars(error)
             assert rank == 1 or "on rank 1" in str(error), error
         else:
-            # Another rank may have read the bytes of the tensor that is damaged only in rank 1's file.
+            # The tensor is damaged only in rank 1's file, and another rank may have read its bytes.
             assert exchange == "collective", list(got)
 
-    # One rank reads each shared part. The rank with the damaged file detects the damage, all ranks report it, and no
-    # error names another rank.
+    # Each shared part is read by one rank. If that is the rank with the damaged file, it detects the damage, and all
+    # ranks report it. No error names another rank.
     met = []
     for damaged in range(2):
         for reader in range(2):
@@ -295,8 +297,8 @@ def failing(folder: Path) -> None:
 
 
 def hurt(folder: Path) -> None:
-    """If a file is invalid, becomes invalid or disappears only on rank 1, both ranks raise the same typed error with
-    its location at once. The next load works."""
+    """If a file is invalid, becomes invalid or disappears only on rank 1, both ranks at once raise the same typed error
+    with the location. The next load works."""
     rank, world = dist.get_rank(), dist.group.WORLD
     good = folder / "plain.safetensors"
     own = folder / f"hurt-{rank}.safetensors"
@@ -342,7 +344,7 @@ def hurt(folder: Path) -> None:
         )
         found = raises(ow.FormatError, text, own)
         assert rank == 0 or str(own) in str(found), found
-    packed = folder / "compressed.safetensors"  # a copy counts as the same file, because its checksums are equal
+    packed = folder / "compressed.safetensors"  # a copy counts as the same file, because its checksums are the same
     for shape in ({}, {"rows": 0}):
         own.write_bytes(packed.read_bytes())
         meanwhile(lambda: os.truncate(own, own.stat().st_size - 100_000))
@@ -386,12 +388,12 @@ def dying(folder: Path) -> None:
 
 
 def mapped(folder: Path) -> None:
-    """The engines map each other's memory to exchange data, for whole tensors, slices and two consecutive loads. A
+    """The engines exchange data by mapping each other's memory, for whole tensors, slices and two consecutive loads. A
     failure on one rank ends the load on all ranks."""
     rank, size, world = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
     relays.SHARE = (1 << 20) + 4096
     members = grouping.members_of(world)
-    prepared: list[str] = []  # devices that are prepared while headers are read
+    prepared: list[str] = []  # the devices that are prepared while headers are read
     real = loading.prepare_gpu
     loading.prepare_gpu = lambda device, exchange: prepared.append(device) or real(device, exchange)
     for file in ("plain.safetensors", "compressed.safetensors"):
@@ -408,7 +410,7 @@ def mapped(folder: Path) -> None:
             assert "checksum" in str(error) and error.tensor, error
             assert rank == reader or f"on rank {reader}" in str(error), error
             met += 1
-    assert met == 1, met  # one rank found the damage, because one rank reads each byte
+    assert met == 1, met  # only one rank reads each byte, so only one has found the damage
 
     aim, relays.relay_aim = relays.relay_aim, lambda *_: 1 // 0 if rank == 1 else aim(*_)
     try:
@@ -419,7 +421,7 @@ def mapped(folder: Path) -> None:
         raise AssertionError("rank 1's error was not reported")
     relays.relay_aim = aim
 
-    if rank == 1:  # rank 1's engine fails, but not because of the mapping
+    if rank == 1:  # rank 1's engine fails, but for another reason than mapping
         relays.relay_join = lambda *_: (_ for _ in ()).throw(ow.NotSupportedError("overwire: a graph"))
     try:
         ow.load_file(good, group=world, device=DEVICE)
@@ -440,8 +442,8 @@ def mapped(folder: Path) -> None:
 
 
 def streamed(folder: Path) -> None:
-    """Streams and load_model in a group give the same tensors as `load_file`: with windows, in order, and for tensors
-    that only one rank wants. If a rank closes the stream early or fails, the stream ends on all ranks."""
+    """Streams and load_model in a group give the same tensors as load_file: in windows, in order, and for tensors that
+    only one rank wants. If a rank closes its stream early or fails, the stream ends on all ranks."""
     rank, size, world = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
     relays.SHARE = (1 << 20) + 4096
     loading._WINDOW = 3 << 20
@@ -502,7 +504,7 @@ def into_module(path: Path, rank: int, size: int, world: Any) -> None:
     module = torch.nn.Module()
     for name, tensor in want.items():
         module.register_buffer(name, torch.zeros_like(tensor, device="meta" if name == "flags" else DEVICE))
-    module.rows = torch.zeros(*want["rows"].shape, device=DEVICE)  # another dtype than in the file
+    module.rows = torch.zeros(*want["rows"].shape, device=DEVICE)  # has another dtype than in the file
     module.uneven = torch.zeros(want["uneven"].shape[::-1], dtype=torch.bfloat16, device=DEVICE).T
     before = {name: tensor.data_ptr() for name, tensor in module.state_dict().items() if name != "flags"}
     assert ow.load_model(module, renamed, group=world, shard=shard, device=DEVICE) == ([], [])
@@ -561,7 +563,7 @@ def gone(folder: Path) -> None:
 
 
 def forked(count: int) -> int:
-    """Forks the ranks and returns the number of the rank in each. The parent exits when all ranks have ended."""
+    """Forks the ranks, and returns each rank's number in that rank. The parent exits when all ranks have ended."""
     ranks = {}
     for rank in range(count):
         if not (pid := os.fork()):
@@ -584,5 +586,5 @@ if __name__ == "__main__":
     for step in sys.argv[3:]:
         {"every_way": lambda: every_way(folder, dist.group.WORLD)}.get(step, lambda step=step: globals()[step](folder))()
         dist.barrier()
-        print(f"done {step}", flush=True)  # one write, because the ranks share the output
+        print(f"done {step}", flush=True)  # in one write, because the ranks share the output
     dist.destroy_process_group()

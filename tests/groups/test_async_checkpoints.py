@@ -20,11 +20,11 @@ def ranks(folder: Path, count: int, *steps: str) -> None:
 
 
 def test_saves_next_to_training(tmp_path: Path) -> None:
-    """The documented program works with and without a process_group, and with two writers at once. It also works after
-    ranks that are late, fail, or destroy their groups."""
+    """Background saves work as documented, with and without a process_group, with two writers at once, and after ranks
+    that are late, fail, or destroy their groups."""
     ranks(tmp_path, 2, "documented", "given", "several", "late", "failing", "destroyed")
 
 
 def test_a_group_of_some_ranks_saves(tmp_path: Path) -> None:
-    """If a group of some ranks saves, only these ranks take part."""
+    """If only some ranks save as a group, the others need not take part."""
     ranks(tmp_path, 3, "subset")

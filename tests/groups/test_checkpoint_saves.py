@@ -1,4 +1,5 @@
-"""Tests that a checkpoint is always one whole save, even if it is replaced while others read, write or publish it."""
+"""Tests that a checkpoint always comes from one complete save, even if it is replaced while others read, write or
+publish it."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ NAMES = [f"w{number}" for number in range(4)]
 
 
 def save(at: Any, value: float, **how: Any) -> None:
-    """Saves four tensors filled with value, each in its own file."""
+    """Saves four tensors that are filled with value, each in its own file."""
     state = {"model": {name: torch.full((64,), value) for name in NAMES}, "step": value}
     dcp.save(state, storage_writer=CheckpointWriter(at, compress=False, **{"max_shard_size": 256, **how}))
 
@@ -43,7 +44,7 @@ def load(at: Any) -> set[float]:
 
 
 def make_old(at: Path) -> None:
-    """Changes a checkpoint to version 1, in which files have no id."""
+    """Changes a checkpoint to version 1, in which files do not have the id of their save."""
     for path in at.rglob("*.safetensors"):
         tensors = ow.load_file(path)
         path.unlink()
@@ -67,8 +68,8 @@ def replace(at: Path, value: float, old: bool, **how: Any) -> None:
 def test_a_checkpoint_that_is_replaced_while_it_is_opened(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old: bool, how: dict[str, Any]
 ) -> None:
-    """If a checkpoint is replaced while it is being opened, it is opened again once. The load then gives the whole new
-    save with its description. If the checkpoint is replaced repeatedly, the load raises a typed error."""
+    """If a checkpoint is replaced while it is being opened, it is opened once more, and the load gives the complete new
+    save. If the checkpoint is replaced again, the load raises a typed error."""
     at = tmp_path / "c"
     replace(at, 1.0, old)
     times, real = [2.0], reader.safe_open
@@ -81,7 +82,7 @@ def test_a_checkpoint_that_is_replaced_while_it_is_opened(
 
     def read_late(*args: Any) -> Any:
         manifest = read(*args)
-        if times:  # the description was read, the files are not open
+        if times:  # checkpoint.json was read, the files are not open yet
             replace(at, times.pop(0), old, **how)
         return manifest
 
@@ -99,7 +100,7 @@ def test_a_checkpoint_that_is_replaced_while_it_is_opened(
 
 
 def test_an_open_reader_stays_on_its_save(tmp_path: Path) -> None:
-    """An open reader reads the save that it opened, until `reset`."""
+    """A reader keeps reading the save that it opened, until `reset`."""
     at = tmp_path / "c"
     save(at, 1.0)
     opened = CheckpointReader(at)
@@ -137,14 +138,14 @@ def test_files_of_two_saves_are_refused(tmp_path: Path) -> None:
             read()
     make_old(two)
     assert load(two) == {2.0}
-    (two / files[0].name).write_bytes(files[0].read_bytes())  # the file has an id, the description has none
+    (two / files[0].name).write_bytes(files[0].read_bytes())  # the file has an id, but checkpoint.json has none
     with pytest.raises(ow.CorruptError):
         CheckpointReader(two)
 
 
 def test_ranks_refuse_to_load_different_saves(tmp_path: Path) -> None:
     """If ranks have opened different saves, each gets a typed error before any tensor changes. The same readers can
-    then load one save. This includes version 1."""
+    load again when all open one save. Version 1 is also tested."""
     steps = ("replaced", "replaced_old")
     command = [ROOT / "tests" / "groups" / "checkpoint_worker.py", tmp_path, "store", *steps]
     done = warm.run(command, env=cleaned() | {"WORLD_SIZE": "2"})
@@ -152,8 +153,8 @@ def test_ranks_refuse_to_load_different_saves(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_outlives_its_job(tmp_path: Path) -> None:
-    """If a rank writes files after its coordinator was killed, they never become part of a later checkpoint. When the
-    path belongs to another save, the rank fails and its files are removed."""
+    """Files that a rank writes after its coordinator was killed never become part of a later checkpoint. When the path
+    belongs to another save, the rank fails, and its files are removed."""
     at = tmp_path / "c"
     coordinator, rank = places.Place(at, None, True), places.Place(at, None, True)
     coordinator.begin()
@@ -189,8 +190,8 @@ class Fails(Exception):
 def test_a_save_that_fails_while_it_is_published(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replaces: bool, error: BaseException, step: str
 ) -> None:
-    """After any failure while a save is published, including Ctrl-C, the old checkpoint keeps its name and contents,
-    and no other file is left."""
+    """If publishing a save fails at any point, even by Ctrl-C, the old checkpoint keeps its name and contents, and no
+    other file is left."""
     at = tmp_path / "c"
     if replaces:
         save(at, 1.0)
@@ -225,7 +226,8 @@ def test_a_save_that_fails_while_it_is_published(
 
 
 def entry_of(kind: str, at: Path) -> Callable[[], bool]:
-    """Puts a user's entry into a checkpoint, and returns a function that tells whether the entry is still there."""
+    """Puts a link, folder or file of the user's into a checkpoint, and returns a function that tells whether it is
+    still there."""
     if kind == "link to a folder":
         (at / "mine").symlink_to(at.parent)
     elif kind == "link to nothing":
@@ -242,8 +244,8 @@ def entry_of(kind: str, at: Path) -> Callable[[], bool]:
 
 @pytest.mark.parametrize("kind", ["link to a folder", "link to nothing", "folder", "file"])
 def test_a_checkpoint_with_users_entries_is_not_replaced(tmp_path: Path, kind: str) -> None:
-    """A checkpoint is not replaced if it has a user's link, an empty folder or a file in a subfolder. The error names
-    the entry."""
+    """A checkpoint is not replaced if a user has put a link, an empty folder or a file into it, even in a subfolder.
+    The error names what was found."""
     at = tmp_path / "c"
     save(at, 1.0)
     is_there = entry_of(kind, at)
@@ -254,7 +256,8 @@ def test_a_checkpoint_with_users_entries_is_not_replaced(tmp_path: Path, kind: s
 
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.EIO, errno.EACCES])
 def test_a_folder_that_cannot_be_listed_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    """If a folder in the checkpoint cannot be listed, it counts as not empty: the save fails and its contents stay."""
+    """A folder in the checkpoint that cannot be listed counts as not empty: the save fails, and the contents of the
+    folder stay."""
     at = tmp_path / "c"
     save(at, 1.0)
     (at / "notes").mkdir()
@@ -291,7 +294,7 @@ TYPES = [
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("shape", [(6, 8), (16,), (), (0, 4), (2, 3, 4)], ids=str)
 def test_types_that_safetensors_lacks_or_packs(tmp_path: Path, dtype: Any, shape: tuple[int, ...]) -> None:
-    """Dtypes that safetensors lacks or packs are loaded bit for bit, with torch's shape."""
+    """Tensors with dtypes that safetensors does not have, or packs, are loaded bit for bit, with torch's shape."""
     if dtype == torch.float4_e2m1fn_x2 and not shape:
         pytest.skip("half a byte")
     size = torch.Size(shape).numel() * dtype.itemsize
@@ -307,8 +310,8 @@ def test_types_that_safetensors_lacks_or_packs(tmp_path: Path, dtype: Any, shape
 
 
 def test_bytes_of_types_into_other_tensors(tmp_path: Path) -> None:
-    """Dtypes that safetensors lacks are loaded by value into strided and conjugated tensors. Their description is
-    validated."""
+    """Tensors with dtypes that safetensors does not have are loaded by value into strided and conjugated tensors. The
+    dtypes in checkpoint.json are validated."""
     at = tmp_path / "c"
     values = torch.randn(4, 6, dtype=torch.complex128)
     dcp.save({"w": values.conj()}, storage_writer=CheckpointWriter(at))
@@ -331,7 +334,7 @@ def test_bytes_of_types_into_other_tensors(tmp_path: Path) -> None:
 
 
 def test_every_file_has_the_id(tmp_path: Path) -> None:
-    """checkpoint.json, the metadata of each file and the indexes have the same id, which no other save has."""
+    """checkpoint.json, the metadata of each file, and the indexes have the same id, which differs in every save."""
     seen = set()
     for number in range(2):
         at = tmp_path / f"c{number}"
@@ -347,7 +350,8 @@ def test_every_file_has_the_id(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_of_a_store_that_is_saved_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If a checkpoint in a store is removed and saved again while it is being opened, the new checkpoint is opened."""
+    """If a checkpoint in a store is removed and saved again while a reader opens it, the reader opens the new
+    checkpoint."""
     with stores.s3() as (options, root):
         at = "s3://models/run/step"
 
@@ -374,8 +378,8 @@ def test_a_checkpoint_of_a_store_that_is_saved_again(monkeypatch: pytest.MonkeyP
 def test_a_file_that_is_written_during_a_save_is_not_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """If another program writes a file into a checkpoint while a save is about to replace it, the save fails. The old
-    checkpoint stays with this file, and the error gives the reason."""
+    """If another program writes a file into a checkpoint just before a save replaces it, the save fails with this
+    reason. The old checkpoint stays, with the file."""
     at = tmp_path / "c"
     save(at, 1)
     path = next(path for path in sorted(at.iterdir()) if path.suffix == ".safetensors") if name == "w0" else at / name

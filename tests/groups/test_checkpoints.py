@@ -1,5 +1,5 @@
-"""Tests training checkpoints that torch.distributed.checkpoint saves: they can be loaded, and are saved whole or not at
-all."""
+"""Tests training checkpoints that torch.distributed.checkpoint saves: they can be loaded, and are saved completely or
+not at all."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def ranks(folder: Path, count: int, *steps: str) -> None:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Saves a training state of two ranks (FSDP2, AdamW), and DTensors with every kind of sharding."""
+    """Saves two ranks' training state (FSDP2, AdamW) and DTensors with every kind of sharding."""
     folder = tmp_path_factory.mktemp("saved")
     ranks(folder, 2, "save")
     return folder
@@ -59,7 +59,7 @@ def test_another_number_of_ranks_resumes(saved: Path, count: int) -> None:
 
 
 def test_a_checkpoint_of_shards_is_a_model(saved: Path) -> None:
-    """load_file on the folder returns whole tensors under the model's own names."""
+    """load_file on the folder returns whole tensors under the names that they have in the model."""
     want = torch.load(saved / "want.pt", weights_only=True)
     got = ow.load_file(saved / "training")
     assert len(list((saved / "training").glob("model-*"))) > 1
@@ -70,8 +70,8 @@ def test_a_checkpoint_of_shards_is_a_model(saved: Path) -> None:
 
 
 def test_ranks_save_in_the_background_and_through_faults(tmp_path: Path) -> None:
-    """Ranks can save in the background and with cached plans, and also after a full disk, a lack of memory or Ctrl-C on
-    one rank. If a rank dies, the save ends."""
+    """Ranks can save in the background, with cached plans, and after a full disk, a lack of memory or Ctrl-C on one
+    rank. If a rank dies, the save ends on the others."""
     steps = ("background", "mapped", "cached", "short", "failing", "interrupted", "pressed", "dying")
     ranks(tmp_path, 2, *steps)
 
@@ -111,8 +111,8 @@ def cause(caught: pytest.ExceptionInfo[CheckpointException]) -> BaseException:
 
 
 def test_one_process(tmp_path: Path) -> None:
-    """Tied, strided, empty and zero-dimensional tensors and plain values are loaded. A later save replaces the
-    checkpoint."""
+    """Tied, strided, empty and zero-dimensional tensors and plain values can be saved and loaded in one process. A
+    later save replaces the checkpoint."""
     at = tmp_path / "c"
     for seed, how in enumerate([{}, {"compress": False}, {"max_shard_size": 1000}]):
         save(at, seed, **how)
@@ -124,7 +124,7 @@ def test_one_process(tmp_path: Path) -> None:
 
 
 def test_a_flat_state_keeps_its_names(tmp_path: Path) -> None:
-    """In a flat state, names that begin with "model." keep their prefix."""
+    """In a state that is already flat, names that begin with "model." keep this prefix."""
     flat = {"model.w": torch.randn(3), "head": torch.randn(2), "step": 5}
     dcp.save(flat, storage_writer=CheckpointWriter(tmp_path / "c"))
     assert set(ow.load_file(tmp_path / "c")) == {"model.w", "head"}
@@ -142,7 +142,7 @@ def test_torch_rebuilds_the_nested_state(tmp_path: Path) -> None:
 
 
 def test_a_folder_with_other_files_is_not_replaced(tmp_path: Path) -> None:
-    """A folder that contains other files is not replaced."""
+    """A save does not replace a folder that contains other files."""
     at = tmp_path / "c"
     at.mkdir()
     (at / "mine").write_text("x")
@@ -168,7 +168,7 @@ def test_a_folder_with_other_files_is_not_replaced(tmp_path: Path) -> None:
 
 
 def test_a_save_removes_the_leftovers_of_a_killed_save(tmp_path: Path) -> None:
-    """A killed save leaves no checkpoint. The next save removes its leftovers."""
+    """A killed save leaves no checkpoint, and the next save removes what it has left."""
     for name in (".c.partial", ".c.partial-01234567"):
         (tmp_path / name / "training").mkdir(parents=True)
         (tmp_path / name / "training/model.safetensors").write_text("half")
@@ -179,8 +179,8 @@ def test_a_save_removes_the_leftovers_of_a_killed_save(tmp_path: Path) -> None:
 
 
 def test_a_save_is_refused_while_another_publishes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While a save publishes, another save is refused, until the first has its name and has removed the checkpoint that
-    it replaced. Neither save loses files."""
+    """While a save publishes, another save to the path is refused, until the first has taken its name and removed the
+    checkpoint that it replaced. Neither save loses files."""
     at = tmp_path / "c"
     save(at, 1)
     tries = []
@@ -206,7 +206,7 @@ def test_a_save_is_refused_while_another_publishes(tmp_path: Path, monkeypatch: 
 
 
 def test_a_link_that_is_named_like_leftovers(tmp_path: Path) -> None:
-    """A link that is named like leftovers is removed, and its target is not touched."""
+    """A link with the name of a killed save's leftovers is removed, but its target is not touched."""
     (tmp_path / "home").mkdir()
     (tmp_path / "home/mine").write_text("x")
     for name in (".c.partial", ".c.partial-01234567"):
@@ -216,8 +216,8 @@ def test_a_link_that_is_named_like_leftovers(tmp_path: Path) -> None:
 
 
 def test_a_dropped_save_keeps_no_lock(tmp_path: Path) -> None:
-    """A dropped save keeps no lock. After an error on another rank, torch drops the save without a call to the
-    writer."""
+    """A save that is dropped releases its lock. torch drops a save without a call to the writer if another rank has
+    failed."""
     left = places.Place(tmp_path / "c", None, True)
     left.begin()
     del left
@@ -243,7 +243,7 @@ def test_a_disk_without_locks(
 
 
 def test_a_tensor_that_cannot_be_saved(tmp_path: Path) -> None:
-    """A tensor that cannot be saved raises a typed error with its name, and the old checkpoint stays."""
+    """A tensor that cannot be saved raises a typed error that names it, and the old checkpoint stays."""
     save(tmp_path / "c", 1)
     with pytest.raises(CheckpointException) as caught:
         dcp.save(
@@ -259,8 +259,8 @@ def test_a_tensor_that_cannot_be_saved(tmp_path: Path) -> None:
 
 
 def test_objects_are_unpickled_as_by_weights_only(tmp_path: Path) -> None:
-    """An object that torch.load(weights_only=True) refuses is not created. The error names its class and says how to
-    allow it."""
+    """An object that torch.load(weights_only=True) would refuse is not created. The error names its class and says how
+    to allow it."""
     save(tmp_path / "c")
     at = tmp_path / "c/training/model.safetensors"
     content = ow.load_file(at)
@@ -286,7 +286,7 @@ def test_objects_are_unpickled_as_by_weights_only(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["__reduce_ex__", "__reduce__", "__getstate__", "items", "__class__"])
 @pytest.mark.parametrize("wrap", [lambda one: one, lambda one: {"a": [(one,)]}], ids=["alone", "inside"])
 def test_an_attribute_that_hides_a_method_is_refused(tmp_path: Path, name: str, wrap: Any) -> None:
-    """An OrderedDict with an attribute that hides a method is refused before the attribute is called."""
+    """An OrderedDict with an attribute that hides a method is refused before anything calls the attribute."""
     save(tmp_path / "c")
     at = tmp_path / "c/training/model.safetensors"
 
@@ -296,7 +296,7 @@ def test_an_attribute_that_hides_a_method_is_refused(tmp_path: Path, name: str, 
 
     stored = io.BytesIO()
     torch.save(wrap(Made()), stored)
-    assert torch.load(io.BytesIO(stored.getvalue()), weights_only=True) is not None  # torch accepts this object
+    assert torch.load(io.BytesIO(stored.getvalue()), weights_only=True) is not None  # torch itself accepts this object
     rewrite(at, ow.load_file(at) | {"step": torch.frombuffer(bytearray(stored.getvalue()), dtype=torch.uint8)})
     with pytest.raises(CheckpointException) as caught:
         load(tmp_path / "c")
@@ -330,7 +330,7 @@ GOOD = json.dumps(
     ],
 )  # fmt: skip
 def test_a_hostile_description(tmp_path: Path, text: str) -> None:
-    """An invalid checkpoint.json raises FormatError with its path, and no other file is opened."""
+    """An invalid checkpoint.json raises FormatError with its path, before any other file is opened."""
     (tmp_path / "checkpoint.json").write_bytes(text.encode("utf-8", "surrogateescape"))
     with pytest.raises(ow.FormatError) as caught:
         CheckpointReader(tmp_path)
@@ -338,8 +338,8 @@ def test_a_hostile_description(tmp_path: Path, text: str) -> None:
 
 
 def test_a_description_that_does_not_match_the_files(tmp_path: Path) -> None:
-    """A description raises a typed error if it names tensors that the files lack, if tensors should be bytes, or if
-    files are missing."""
+    """A checkpoint.json that does not match its files raises a typed error: if it names tensors that they lack, if it
+    takes a tensor for bytes, or if files are missing."""
     save(tmp_path / "c")
     at = tmp_path / "c/checkpoint.json"
     good = json.loads(at.read_text())
@@ -365,7 +365,7 @@ def test_a_description_that_does_not_match_the_files(tmp_path: Path) -> None:
 
 
 def test_damage(tmp_path: Path, seed: int) -> None:
-    """If any byte of a checkpoint is changed, loading raises a typed error or gives the right tensors."""
+    """Whichever byte of a checkpoint is changed, loading raises a typed error or gives the right tensors."""
     save(tmp_path / "c")
     rng = random.Random(seed)
     for file in (tmp_path / "c").rglob("*.*"):
@@ -388,7 +388,7 @@ def test_damage(tmp_path: Path, seed: int) -> None:
 
 
 def test_the_description_is_written_as_it_is_read() -> None:
-    """`decode` reads what `encode` writes. Planner data that cannot be stored is refused."""
+    """What `encode` writes to checkpoint.json, `decode` reads back. Planner data that cannot be stored is refused."""
     parts = (manifests.Part("m.", ("model.safetensors",)),)
     one = manifests.Manifest(parts, frozenset({"a\n\u00e9"}), {"m.w": ("m", 3)}, "0f" * 16, {"m.w": "complex128"})
     assert manifests.decode(manifests.encode(one), "x") == one
@@ -398,7 +398,7 @@ def test_the_description_is_written_as_it_is_read() -> None:
 
 
 def test_long_paths_use_little_memory() -> None:
-    """Long paths need about as much memory as their text. Longer paths are refused."""
+    """Reading long paths takes little more memory than their text. Paths over the limit are refused."""
     import tracemalloc
 
     longest = {f"a{n}": (n, *[0] * 999) for n in range(20)}
@@ -417,7 +417,7 @@ def objects(folder: Path) -> set[str]:
 
 
 def test_a_store() -> None:
-    """A checkpoint in S3 can be loaded, also as a model. It becomes visible when its description is written, and is not
+    """A checkpoint in S3 can be loaded, also as a model. It exists once its checkpoint.json is written, and is never
     replaced."""
     with stores.s3() as (options, root):
         at = "s3://models/run/step-1"
@@ -428,7 +428,7 @@ def test_a_store() -> None:
         with pytest.raises(CheckpointException) as caught:
             dcp.save(state(2), storage_writer=CheckpointWriter(at, storage_options=options))
         assert isinstance(cause(caught), ow.ArgumentError)
-        (root / "run/step-1/checkpoint.json").unlink()  # as after a killed save
+        (root / "run/step-1/checkpoint.json").unlink()  # as a killed save leaves it
         with pytest.raises(ow.NotFoundError):
             CheckpointReader(at, storage_options=options)
         dcp.save(state(2), storage_writer=CheckpointWriter(at, storage_options=options))
@@ -442,8 +442,8 @@ def test_a_store() -> None:
 
 
 def test_two_saves_to_one_path_of_a_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If two saves to a path of a store run at the same time, one makes the checkpoint and keeps its indexes. The other
-    fails with a typed error, and its files are removed."""
+    """Of two simultaneous saves to one path in a store, one makes the checkpoint and keeps its indexes. The other fails
+    with a typed error, and its files are removed."""
     with stores.s3() as (options, root):
         at = "s3://models/run/step-1"
         write, first = places.Place.write, [True]
@@ -470,8 +470,8 @@ def test_two_saves_to_one_path_of_a_store(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_only_rows_of_one_tensor_can_be_joined() -> None:
-    """Only the parts of a tensor that was cut along its first dimension can be joined. Other parts are refused before
-    any write."""
+    """Only parts of a tensor that was cut along its first dimension can be joined. Other parts are refused before
+    anything is written."""
     from overwire.frameworks.spec import JoinedTensor
 
     for parts in (
@@ -482,7 +482,7 @@ def test_only_rows_of_one_tensor_can_be_joined() -> None:
 
 
 def test_a_host_without_memory_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the system refuses memory files, staged memory is private to the process."""
+    """If the system refuses memfds, tensors are staged in memory that is private to the process."""
     def refuse(*_: object) -> int:
         raise PermissionError(errno.EPERM, "refused")
 
@@ -493,7 +493,7 @@ def test_a_host_without_memory_files(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("refused", ["training/model-ow", "index.json", "checkpoint.json"])
 def test_a_store_that_refuses_a_request(refused: str) -> None:
-    """If the store refuses a request, the save ends with a typed error and leaves nothing. The next save works."""
+    """If the store refuses a request, the save raises a typed error and leaves nothing. The next save works."""
     with stores.s3() as (options, root), stores.front(str(options["endpoint_url"])) as (url, between):
         options["endpoint_url"] = url
         at = "s3://models/run/step-1"
@@ -510,7 +510,7 @@ def test_a_store_that_refuses_a_request(refused: str) -> None:
 
 
 def test_stager(tmp_path: Path) -> None:
-    """Staged values do not change with the tensors. Their buffers are reused when they are no longer in use."""
+    """Staged values do not change when the tensors do. Buffers are reused when they are no longer in use."""
     stager = CheckpointStager()
     tensors = state()
     want = state()
@@ -536,7 +536,7 @@ def test_stager(tmp_path: Path) -> None:
 
 
 def test_memory_that_other_ranks_map(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank maps only memory that was offered to it. If host memory runs out, it raises a typed error and leaves
+    """A rank maps only memory that was offered to it. If host memory runs out, the rank raises a typed error and leaves
     nothing."""
     memory = buffers.host_memory(5000, False)
     offer = buffers.offer_buffers()

@@ -1,4 +1,5 @@
-"""Tests ranks that die, stop, fail or never arrive before or during the first load of a group."""
+"""Tests what the other ranks do if a rank dies, stops, fails or never arrives before or during the first load of a
+group."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests that loads in a process group give each rank the same tensors as a load and slicing on one rank."""
+"""Tests that loads in a process group give each rank the same tensors as loading and slicing on one rank."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BLOCKS = ("blocks", "block_shards", "recorded")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Writes files with tensors that are hard to cut: uneven, short, deep, empty and packed."""
+    """Writes files with tensors that are hard to cut: uneven, short, with many dimensions, empty and packed."""
     at = tmp_path_factory.mktemp("group")
     torch.manual_seed(3)
     tensors = {
@@ -72,12 +72,14 @@ def ranks(
 
 
 def test_eight_ranks(folder: Path) -> None:
-    """Eight ranks load whole tensors, rows and columns with each transport, from compressed and plain files."""
+    """Eight ranks load whole tensors, rows and columns through mapped memory and collectives, from compressed and plain
+    files."""
     ranks(folder, 8, "tiny")
 
 
 def test_two_ranks(folder: Path) -> None:
-    """Two ranks load with every transport and with their own keys, and report failures, bad files and a dead rank."""
+    """Two ranks load through collectives and each by itself, also with their own keys. They report failures, bad files
+    and a dead rank."""
     ranks(folder, 2, "every_way", "wanted", "failing", "hurt", "dying")
 
 
@@ -115,7 +117,7 @@ def test_ranks_share_the_reads_from_a_store(folder: Path) -> None:
 
 
 def test_two_ranks_choose_the_transport(folder: Path) -> None:
-    """Loads, streams and modules work with the default transport on the CPU and with collectives."""
+    """On the CPU, loads, streams and modules work with the default transport and with collectives."""
     ranks(folder, 2, "streamed", "chosen", exchange="")
     ranks(folder, 2, "streamed")
 
@@ -131,7 +133,7 @@ def test_ranks_of_several_hosts_share_the_reading(folder: Path) -> None:
 
 @pytest.mark.parametrize("hosts", [(1, 1, 1), (2, 2)])
 def test_hosts_with_separate_networks_read_a_store_once(folder: Path, hosts: tuple[int, ...]) -> None:
-    """Hosts with separate namespaces and rate-limited links get each stored byte from the store once in total. They
+    """Hosts with separate namespaces and rate-limited links together fetch each stored byte once from the store. They
     send the bytes to each other over gloo."""
     done = warm.run([ROOT / "tests" / "groups" / "group_hosts.py", folder, *hosts], env=cleaned() | {"OVERWIRE_EXCHANGE": "auto"})
     if done.returncode == 77:
@@ -158,7 +160,7 @@ def test_ranks_of_one_gpu_map_each_others_memory(
 
 @pytest.mark.slow
 def test_four_ranks_and_a_subgroup(folder: Path) -> None:
-    """Four ranks load with every transport, and two of them in their own group."""
+    """Four ranks load through collectives and each by itself, and so do two of them in their own group."""
     ranks(folder, 4, "every_way", "subgroup")
 
 
@@ -170,7 +172,7 @@ def test_two_ranks_of_one_gpu_send_through_the_host(folder: Path) -> None:
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:nccl"])
 def test_two_gpus(folder: Path, backend: str) -> None:
-    """Two ranks with a GPU each load with every transport over NCCL."""
+    """Two ranks with a GPU each load through collectives over NCCL, and each by itself."""
     ranks(folder, 2, "every_way", backend=backend, devices=("cuda:0", "cuda:1"))
 
 
@@ -182,7 +184,7 @@ def bench(*words: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize("count", [1, *(pytest.param(count, marks=pytest.mark.slow) for count in (2, 3))])
 def test_bench_of_ranks(tmp_path: Path, count: int) -> None:
     """`overwire bench --ranks` compares the bytes, and prints the baselines and a row for each coding, mode and
-    transport. It includes other libraries or says why not. It leaves no file and runs no Python file of the working
+    transport. It includes other libraries or says why not. It leaves no file and runs no Python file from the working
     folder."""
     here, there = tmp_path / "here", tmp_path / "there"
     here.mkdir()
@@ -260,9 +262,10 @@ def test_blocks_cover_a_dimension_once() -> None:
 
 
 def test_buffers_have_bounded_sizes_for_any_number_of_ranks(tmp_path: Path) -> None:
-    """A share is a multiple of 256 bytes, and 32 MiB for up to 63 ranks. A chunk of the default size fits for up to
-    2,047 ranks. If ranks map each other's memory, a rank's own buffers have at most 128 MiB plus 16 MiB per other rank,
-    and at most 256 MiB. Staging a rank's shares takes at most 48 MiB, and below 4 GiB for all ranks."""
+    """A rank's share is a multiple of 256 bytes, and 32 MiB for up to 63 ranks. For up to 2,047 ranks, a chunk of the
+    default size fits into it. If ranks map each other's memory, a rank's own buffers have at most 128 MiB plus 16 MiB
+    per other rank, and at most 256 MiB. Staging one rank's shares takes at most 48 MiB, and staging all of them less
+    than 4 GiB."""
     for count in [*range(1, 5000), 1 << 20]:
         share = relays.share_of_rank(count, relays.SHARE)
         assert share * count < 2 << 30 and share % 256 == 0 and (share == relays.SHARE) == (count < 64), count
