@@ -1,4 +1,5 @@
-"""Measures the sizes of a trained model's deltas, of Zstandard on the XOR, and of the whole compressed model.
+"""Measures the sizes of a trained model's deltas, of the XOR compressed with Zstandard, and of the whole compressed
+model.
 
 docs/deltas.md has the figures.
 

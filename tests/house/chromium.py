@@ -19,7 +19,7 @@ _KEYS = {"ArrowRight": 39, "ArrowLeft": 37, "ArrowUp": 38, "ArrowDown": 40, "Esc
 
 
 class Chromium:
-    """A browser with one page. `requests` lists the URLs that the page has requested, and `errors` the errors of its
+    """A browser with one page. `requests` lists the URLs that the page has requested. `errors` lists the errors of its
     scripts."""
 
     def __init__(self, profile: Path) -> None:
@@ -97,7 +97,7 @@ class Chromium:
         self._call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}])
 
     def open(self, path: Path) -> float:
-        """Opens a file and returns the seconds until its scripts have run."""
+        """Opens a file, and returns how many seconds passed until its scripts had run."""
         self.requests.clear()
         self.errors.clear()
         self._call("Page.navigate", url=path.resolve().as_uri())
@@ -134,7 +134,7 @@ class Chromium:
         return data
 
     def names(self) -> list[tuple[str, str]]:
-        """Returns the role and name of each node that a screen reader finds."""
+        """Returns the role and name of each node that a screen reader would find."""
         self._call("Accessibility.enable")
         nodes = self._call("Accessibility.getFullAXTree")["nodes"]
         return [(n["role"]["value"], n.get("name", {}).get("value", "")) for n in nodes if not n.get("ignored")]

@@ -6,8 +6,8 @@ No line of Go or Python may have more than 120 columns, and no name may contain 
     python tests/house/counts.py --write    lower the ceilings in tests/house/counts.json to the current counts
     python tests/house/counts.py --write --why "REASON"    also raise them; the reason is stored with each raised one
 
-A package is a folder of gosrc with the files directly in it, cuda, a part of python/overwire, or tests
-with bench.
+A package is a folder of gosrc with the files directly in it, all of cuda, a part of python/overwire, or tests and bench
+together.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ COLUMNS = {
     "one_word": "functions, methods and helpers whose name is one word",
     "participles": "values named by a participle or an adverb instead of a noun",
 }
-WIDTH = 120  # columns of a Go or Python line; literals in tests may be longer
+WIDTH = 120  # columns of a Go or Python line; lines with literals in tests may be longer
 
-# The largest share of all functions that may have one-word names, and of all values that may be named by participles.
+# At most these shares of functions may have one-word names, and of values may be named by participles.
 MOST_ONE_WORD = {"gosrc, cuda": 0.45, "python but compat": 0.35}
 MOST_PARTICIPLES = 0.02
 ROUNDED = 50
@@ -80,7 +80,7 @@ def is_participle(name: str) -> bool:
 
 
 def package_of(path: str) -> str:
-    """Returns the package to which a file counts."""
+    """Returns the package that a file is counted in."""
     folders = path.split("/")[:-1]
     if folders[:1] == ["python"]:
         deep = 4 if len(folders) > 3 and folders[2] == "compat" else 3
@@ -106,7 +106,7 @@ def functions_and_values(path: str, text: str) -> tuple[list[str], list[str]]:
 
 
 def identifiers(path: str, text: str) -> Iterator[str]:
-    """Yields every identifier of a file, without its comments and literals."""
+    """Yields every identifier in a file, outside comments and literals."""
     if path.endswith(".py"):
         for token in tokenize.generate_tokens(io.StringIO(text).readline):
             if token.type == tokenize.NAME:
@@ -163,7 +163,7 @@ def is_counted(path: str) -> bool:
 
 
 def sources(root: Path) -> dict[str, str]:
-    """Returns the text of each counted source by path. These sources are hand-written and not ignored by git."""
+    """Returns the text of each counted source by path: hand-written files that git does not ignore."""
     listed = subprocess.run(
         ["git", "ls-files", "-co", "--exclude-standard"], cwd=root, stdout=subprocess.PIPE, text=True, check=True
     ).stdout.splitlines()

@@ -37,7 +37,7 @@ SCOPES = ("pages", "go", "python", "messages", "tests")
 # Ceilings are rounded up to this step, so that deleting clean text does not exceed a ceiling. No ceiling falls below
 # its aim.
 STEP = 0.05
-AIMS = {"whose, of which": 0.3, "opening": 0.3, "behind": 0.1}  # the aim of the others is STEP
+AIMS = {"whose, of which": 0.3, "opening": 0.3, "behind": 0.1}  # STEP for the others
 
 GO = re.compile(r"""(?P<literal>`[^`]*`|"(?:\\.|[^"\\\n])*")|'(?:\\[^\n]{1,9}|[^'\\\n])'|(?P<block>/\*.*?\*/)|"""
                 r"""(?P<line>(?:^[ \t]*//[^\n]*\n)+|//[^\n]*)""", re.S | re.M)  # fmt: skip
@@ -53,7 +53,7 @@ Table = dict[str, dict[str, float]]
 
 
 def comments(path: str, text: str) -> Iterator[tuple[str, str]]:
-    """Yields each comment, docstring and literal of a source file with its scope. Adjacent comment lines are one
+    """Yields each comment, docstring and literal of a source file with its scope. Adjacent comment lines count as one
     comment."""
     scope = "tests" if counts.is_test(path) else "python" if path.endswith(".py") else "go"
     for found in (PYTHON if path.endswith(".py") else GO).finditer(text):

@@ -1,6 +1,6 @@
 """Tests that the archives of a release have the right contents, are reproducible and install offline.
 
-Archives that take long to build are built once for the whole file.
+Archives that take long to build are built once for all tests of this file.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ def wheel(dist: Path) -> Path:
 
 
 def test_the_wheel_passes_its_audit(wheel: Path) -> None:
-    """The wheel's library exports one symbol, needs only libc, uses the stable ABI, and needs no later glibc than its
-    tag says. RECORD is correct."""
+    """The wheel's library exports one symbol, depends only on libc, uses the stable ABI, and needs no later glibc than
+    the wheel's tag says. RECORD is correct."""
     assert check.audit(wheel) == []
     assert re.fullmatch(rf"overwire-[\d.]+-cp310-abi3-manylinux_2_17_{platform.machine()}\.whl", wheel.name)
 
@@ -83,7 +83,7 @@ def test_every_linked_module_has_its_licence() -> None:
 
 
 def test_the_package_page_has_full_links() -> None:
-    """The package page is the README with full links. It names the tested Python versions."""
+    """The package page is the README with absolute links. It names the tested Python versions."""
     page = setup.metadata()
     links = "[a](https://r/blob/main/b.md) [`c`](https://r/blob/main/d#e) [f](https://g/h) [i](#j)"
     assert setup.with_full_links("[a](b.md) [`c`](d#e) [f](https://g/h) [i](#j)", "https://r") == links
@@ -149,7 +149,7 @@ def test_a_free_threaded_python_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_goarch_selects_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """GOARCH selects the wheel's machine and GOEXPERIMENT. A machine without an engine is refused."""
+    """GOARCH selects the wheel's architecture and GOEXPERIMENT. An architecture without an engine is refused."""
     for goarch, machine, vectors in (("arm64", "aarch64", ""), ("amd64", "x86_64", "simd")):
         monkeypatch.setenv("GOARCH", goarch)
         monkeypatch.delenv("GOEXPERIMENT", raising=False)
@@ -161,7 +161,7 @@ def test_goarch_selects_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_wheel_runs_on(version: str, wheel: Path) -> None:
-    """The same wheel works in every CPython from 3.10 to 3.15."""
+    """The same wheel works in every CPython from 3.10 to 3.15 that is installed."""
     python = VERSIONS[version]
     if python is None:
         pytest.skip(f"CPython {version} is not on this machine")
@@ -179,7 +179,7 @@ def test_the_library_has_no_path_of_the_build_machine(wheel: Path) -> None:
 
 @pytest.mark.slow
 def test_the_committed_glue_equals_the_generated_glue(tmp_path: Path) -> None:
-    """gopy generates the committed glue byte for byte."""
+    """gopy generates exactly the committed glue."""
     tools = ROOT / "build/bin"
     if not (tools / "gopy").exists():
         tools = tmp_path / "bin"
@@ -191,7 +191,7 @@ def test_the_committed_glue_equals_the_generated_glue(tmp_path: Path) -> None:
 
 
 def test_the_committed_python_tables_equal_the_generated_tables(tmp_path: Path) -> None:
-    """gen_python.py generates the committed functions, types, dtypes, names and error classes from the engine's
+    """gen_python.py generates exactly the committed functions, types, dtypes, names and error classes from the engine's
     tables."""
     tool(sys.executable, "gosrc/bind/gen_python.py", tmp_path)
     written = sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.py*"))
@@ -201,7 +201,8 @@ def test_the_committed_python_tables_equal_the_generated_tables(tmp_path: Path) 
 
 
 def test_the_stub_matches_the_module() -> None:
-    """The generated stub lists exactly the contents of the module, and its signatures have the functions' arguments."""
+    """The generated stub lists exactly what is in the module, and its signatures have the arguments of the
+    functions."""
     from overwire import _core
 
     stub = (ROOT / "python/overwire/_core.pyi").read_text()

@@ -37,8 +37,8 @@ def test_no_name_has_a_retired_word(texts: dict[str, str]) -> None:
 
 
 def test_the_share_of_vague_names_is_limited(rows: counts.Counts) -> None:
-    """At most 45 % of Go functions and 35 % of native Python functions have one-word names. At most 2 % of values are
-    named by participles."""
+    """At most 45 % of Go functions, and 35 % of Python functions outside compat, have one-word names. At most 2 % of
+    values are named by participles."""
     assert counts.vague(rows) == []
     row = {"functions": 10, "one_word": 4, "values": 100, "participles": 3}
     assert counts.vague({"gosrc/x": row}) == ["gosrc, cuda: 3.0% of the values are participles; at most 2% may"]
@@ -111,8 +111,8 @@ import x  # noqa: {LONG}
     ],
 )
 def test_which_lines_are_long(path: str, text: str, lines: list[int]) -> None:
-    """Literals in tests may be long. Code, comments and docstrings may not, except for a pragma at the end of a
-    line."""
+    """Lines with literals in tests may be long. Code, comments and docstrings may not, except for a pragma at the end
+    of a line."""
     assert counts.long_lines(path, text) == lines
     assert [sentence.split(" ")[0] for sentence in counts.overlong({path: text})] == [f"{path}:{n}" for n in lines]
 
@@ -136,8 +136,8 @@ def test_identifiers_are_split_into_words() -> None:
 
 
 def test_ceilings_only_rise_with_a_reason() -> None:
-    """A lower count lowers its ceiling. A higher count is reported until its ceiling is raised with a recorded
-    reason."""
+    """A lower count lowers its ceiling. A higher count is reported until its ceiling is raised, for which a reason is
+    recorded."""
     row = dict.fromkeys(counts.COLUMNS, 7)
     table = counts.new_table({"gosrc/x": row}, {})
     assert table == {"gosrc/x": row | {"lines": 50}}

@@ -76,7 +76,8 @@ def test_functions_document_their_errors() -> None:
 
 
 def test_every_error_has_its_help() -> None:
-    """Each error has one section that says what the error means, what its built-in class is, and what to do."""
+    """Each error has one section in the documentation that says what it means, what its built-in base class is, and
+    what to do."""
     text = (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8")
     sections = dict(re.findall(r"^### (\w+)\n(.*?)(?=^##)", text, re.M | re.S))
     assert set(sections) == ERRORS
@@ -118,8 +119,8 @@ def text_of_figures() -> str:
 
 
 def test_the_readmes_figures_are_on_the_pages() -> None:
-    """Each cell of the README's table has one number. Each number is also on docs/benchmarks.md or in docs/benchmarks/,
-    which describe the measurement."""
+    """Each cell of the README's table has one number, which is also in docs/benchmarks.md or docs/benchmarks/ with the
+    description of the measurement."""
     section = (ROOT / "README.md").read_text(encoding="utf-8").split("## Figures")[1].split("\n## ")[0]
     rows = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| ")][1:]
     assert len(rows) == 6
@@ -131,7 +132,8 @@ def test_the_readmes_figures_are_on_the_pages() -> None:
 
 
 def test_the_badges_are_true() -> None:
-    """The README's badges and their texts match the Python versions, licence and dependencies in pyproject.toml."""
+    """The README's badges and their alternative texts match the Python versions, licence and dependencies in
+    pyproject.toml."""
     badges = (ROOT / "docs/_site/static/badges.svg").read_text(encoding="utf-8")
     project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     versions = re.findall(r'"Programming Language :: Python :: (3\.\d+)"', project)
@@ -156,8 +158,9 @@ def test_the_page_of_versions_lists_the_tested_versions() -> None:
 
 
 def test_plots_show_figures_of_the_benchmarks() -> None:
-    """Each number in a plot is on a benchmark page, in the line that the plot names. The page also has the command that
-    measured it. The committed SVG shows the number, a title and a description. The folder has no other files."""
+    """Each number in a plot is on a benchmark page, in the line that the plot's data names. The page also has the
+    command that measured it. The committed SVG shows the number, a title and a description. The folder has no other
+    files."""
     folder = ROOT / "docs/plots"
     text = text_of_figures()
     plots = json.loads((folder / "figures.json").read_text(encoding="utf-8"))["plots"]
@@ -217,7 +220,7 @@ def test_each_row_names_its_tests(page: str, least: int) -> None:
 
 
 def test_slow_tests_are_marked_as_such() -> None:
-    """A * marks exactly the tests that `make test` does not run."""
+    """On the parity page, a * marks exactly the tests that `make test` does not run."""
     slow = set()
     for path in (ROOT / "tests").rglob("test_nyacomp*.py"):
         slow |= set(re.findall(r"^@pytest\.mark\.slow\n(?:@.*\n)*def (test_\w+)", path.read_text(), re.M))

@@ -12,7 +12,7 @@ import warm
 from conftest import ROOT, cleaned
 
 # demo.py takes too long here. `make demo` runs it.
-AT_IMPORT = {"preloading.py"}  # need a process that has not imported torch
+AT_IMPORT = {"preloading.py"}  # these need a process that has not imported torch
 EXAMPLES = sorted(p.name for p in (ROOT / "examples").glob("*.py") if p.name != "demo.py")
 
 

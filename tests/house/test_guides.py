@@ -22,7 +22,7 @@ def blocks(page: str, language: str) -> list[str]:
 
 
 def prepare(folder: Path) -> None:
-    """Creates a model in one file and a model in shards for the examples and commands of the pages."""
+    """Creates a model in one file and one in shards, for the examples and commands of the pages."""
     np = pytest.importorskip("numpy")
     weights = {"embed": np.random.default_rng(0).normal(0, 0.02, (512, 64)).astype("float32"), "bias": np.zeros(512, "float32")}
     overwire.save_file(weights, folder / "model.safetensors")
@@ -68,15 +68,15 @@ def test_examples_of_the_api_print_their_output(page: str, tmp_path: Path) -> No
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-# Python code of these pages is run by other tests.
+# Other tests run the Python code of these pages.
 ELSEWHERE = {"portable": "formats/test_portable.py", "stores": "house/test_guides.py", "transformers": "engines/test_transformers.py"}
-# No test can run the code of these pages here. The value says what is tested instead.
+# No test can run the code of these pages here. The values say what is tested instead.
 UNRUN = {"live-updates": "needs a trainer and engines; examples/live_updates.py runs instead, and engine tests run vLLM and SGLang"}
 
 
 def test_the_code_of_each_page_is_run() -> None:
-    """The Python code of each page is run by a test, or the page is in UNRUN with a reason. Names that it imports from
-    overwire always exist."""
+    """A test runs the Python code of each page, or the page is in UNRUN with a reason. All names that pages import from
+    overwire exist."""
     for path in sorted([*(ROOT / "docs").glob("*.md"), *(ROOT / "docs/api").glob("*.md")]):
         page = str(path.relative_to(ROOT / "docs").with_suffix(""))
         code = blocks(f"docs/{page}.md", "python") + blocks(f"docs/{page}.md", "pycon")
@@ -132,7 +132,7 @@ def test_the_shell_lines_of_drop_ins_run(name: str, tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(f"import {name}\n{ours}")
     env = cleaned() | {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin"}
     for line in block.splitlines():
-        if "nyacomp_core" not in line:  # nyacomp's own Python file, which is not a package
+        if "nyacomp_core" not in line:  # nyacomp's own file, which is not a package
             done = subprocess.run(["bash", "-c", line], cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
             assert done.returncode == 0, (line, done.stderr)
 
@@ -145,8 +145,8 @@ def test_functions_show_an_example() -> None:
 
 
 def test_the_commands_run(tmp_path: Path) -> None:
-    """The commands of the command-line page run unchanged, with a local server as https://host. Commands that need a
-    GPU, take minutes or never end are left out."""
+    """The commands of docs/command-line.md run unchanged, with a local server in place of https://host. Commands that
+    need a GPU, take minutes or never end are left out."""
     prepare(tmp_path)
     (tmp_path / "model.safetensors").unlink()
     overwire.convert(tmp_path / "model", tmp_path / "model.safetensors", compress=False)
@@ -193,7 +193,7 @@ def test_the_guide_to_stores_runs(tmp_path: Path) -> None:
 
 
 def commands(page: str) -> list[list[str]]:
-    """Returns a page's overwire commands, split into words like in a shell."""
+    """Returns a page's overwire commands, split into words as a shell does."""
     lines = [line for block in blocks(page, "sh") for line in block.splitlines()]
     return [shlex.split(line, comments=True) for line in lines if line.startswith("overwire ")]
 

@@ -1,7 +1,7 @@
-"""Checks that imports in python/overwire go only from higher to lower layers and form no circle.
+"""Checks that modules of python/overwire import only from their own and lower layers, and not in a circle.
 
-All imports count, even inside functions and for type checkers. So do modules named in a string
-(`sys.modules["overwire..."]`). ALLOWED lists exceptions with their reasons.
+Imports inside functions and for type checkers also count, and so do modules named in a string
+(`sys.modules["overwire..."]`). ALLOWED lists the exceptions and their reasons.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ pytestmark = pytest.mark.xdist_group("house")  # one worker parses the package o
 PACKAGE = Path(overwire.__file__).parent
 
 # Layers from bottom to top, with patterns of module names without "overwire.". A module may import modules of its own
-# and of lower layers.
+# layer and of lower ones.
 LAYERS: list[tuple[str, str]] = [
     ("words", """errors dtypes paths files filekinds _apart _children _environment _imports _locks _notebook _order _run
                  _tables _undo"""),
     ("portable", "portable portable.*"),  # forked children read with these modules
     ("engine", "_core _engine _requests _verbs progress captures counting metering jobs codecs gpu"),
     ("frameworks", "frameworks frameworks.*"),
-    # These modules read other libraries' files and pickles that may be hostile. Loads also use them. rebuild keeps its
-    # name, because pickles contain it.
+    # These modules read files of other libraries, and pickles that may be hostile. Loads also use them. The name of
+    # `rebuild` is in pickles, so it cannot change.
     ("foreign", """foreign foreign.* rebuild bundles.allowlist bundles.budget bundles.machine bundles.tensors
                    bundles.torcharchive bundles.torchfiles bundles.unpickling"""),
-    # Loads and preloads also find the containers of bundles, so those two modules are here.
+    # Loads and preloads have to find the containers of bundles, so these two modules are in this layer.
     ("model", "model model.* stores records fleet fleet.* bundles.containers bundles.manifest"),
-    ("distributed", "distributed distributed.*"),  # below the public functions, because load_file(group=) uses it
+    ("distributed", "distributed distributed.*"),  # below the public functions, because load_file(group=...) uses it
     ("verbs", "verbs verbs.*"),
     ("offloading", "offloading offloading.*"),
     ("bundles", "bundles bundles.*"),
@@ -47,8 +47,8 @@ LAYERS: list[tuple[str, str]] = [
     ("programs", "__main__ _against _bench _bench_* _torch"),  # programs that run in their own processes
 ]
 
-# Code outside the core may import these modules and the names in overwire.__all__. `_undo` has context managers that
-# are independent of overwire.
+# Code outside the core may import these modules and the names in overwire.__all__. `_undo` is among them because its
+# context managers do not depend on overwire.
 PUBLIC = {"checkpoints", "codecs", "distributed", "errors", "gpu", "_compat_api", "_undo", "records", "stores"}
 
 # Users import these modules by name, and they define __all__. In other modules, names without an underscore are public.
@@ -155,7 +155,7 @@ def findings(package: Path, public: set[str]) -> list[str]:
         where = f"{one.importer}:{one.line} imports {one.imported or 'overwire'}"
         mine, theirs = layer_of(one.importer), layer_of(one.imported)
         if not one.importer or one.importer == "_compat_api" or mine is None or (one.importer, one.imported) in ALLOWED:
-            continue  # the tables of names, or reported above
+            continue  # a table of names, or a name that is reported above
         if mine == outside:
             wing, other = one.importer.split(".")[:2], one.imported.split(".")[:2]
             shared = any(fnmatchcase(one.imported, pattern) for pattern in COMMON.split())
@@ -178,7 +178,7 @@ def findings(package: Path, public: set[str]) -> list[str]:
 
 
 def circles(edges: dict[str, set[str]]) -> list[list[str]]:
-    """Returns the first circle for each module that closes a circle."""
+    """Returns one circle for each module that closes a circle."""
     state: dict[str, int] = {}
     path: list[str] = []
     out = []
@@ -232,18 +232,19 @@ def collectives(path: Path) -> list[int]:
 
 
 def test_two_modules_call_collectives() -> None:
-    """Only distributed.group calls collectives in loads, and only checkpoints.exchange in saves, so that their order is
-    known. Integrations have their own groups."""
+    """Only distributed.group calls collectives for loads, and only checkpoints.exchange for saves, so all ranks call
+    them in the same order. Integrations have groups of their own."""
     inside = {name: path for name, path in modules(PACKAGE).items() if (layer_of(name) or 0) < layer_of("compat")}
     assert [name for name, path in inside.items() if collectives(path)] == ["checkpoints.exchange", "distributed.group"]
 
 
-# Names that say nothing about the duty of a package or module. The rules for Go have the same list.
+# Names that say nothing about what a package or module is for. The rules for Go have the same list.
 VAGUE = {"util", "utils", "common", "helper", "helpers", "misc", "shared", "base", "lib"}
 
 
 def test_modules_are_named_after_their_duty() -> None:
-    """No package or module has a vague name, such as shared. compat has the names of other libraries."""
+    """No package or module has a vague name, such as "shared". compat is left out, because its names are those of other
+    libraries."""
     own = [name for name in modules(PACKAGE) if not name.startswith("compat.")]
     assert [name for name in own if VAGUE.intersection(part.strip("_") for part in name.split("."))] == []
 
@@ -263,17 +264,18 @@ def names_in(tree: ast.AST) -> set[str]:
 
 
 def test_one_module_chooses_the_mode_of_a_load() -> None:
-    """Functions that load a model get a `Loader`. They do not choose between a forked child, a group and deltas."""
+    """Functions that load a model get a `Loader`. They do not decide themselves between a forked child, a group and
+    deltas."""
     used = {module: names_in(tree_of(path)) for module, path in modules(PACKAGE).items()}
     for name, home in MODES.items():
         assert {module for module, names in used.items() if name in names} - {home} == {"verbs.loader"}, name
 
 
-# These modules have handlers that catch every exception and then decide what to do: their number and the reason. All
-# other modules use the context managers of `_undo`.
+# These modules have handlers that catch every exception and then decide what to do. The values are how many, and why.
+# All other modules use the context managers of `_undo`.
 CATCHING = {
     "_imports": 1,  # used by `after_error`
-    "checkpoints.exchange": 1,  # sends the error to the other ranks
+    "checkpoints.exchange": 1,  # send the error to the other ranks
     "checkpoints.groups": 1,  # raises another error
     "compat.fastsafetensors.copier.base": 1,  # keeps another error
     "distributed.group": 2,  # send the error to the other ranks, or keep an interrupt
@@ -292,14 +294,14 @@ def catching(path: Path) -> int:
 
 
 def test_few_handlers_catch_every_exception() -> None:
-    """Few modules catch every exception. Other modules undo their work with `after_error`, which works even after
-    Ctrl-C and if the undoing fails."""
+    """Only the listed modules catch every exception. Others undo their work with `after_error`, which works even after
+    Ctrl-C, and if the undoing itself fails."""
     found = {name: catching(path) for name, path in modules(PACKAGE).items() if path.suffix == ".py"}
     assert {name: count for name, count in found.items() if count} == CATCHING
 
 
-# These functions publish files or make them durable. Only the listed modules call them. All other modules use the
-# engine, through `stores`.
+# These functions publish files or make them durable. Only the listed modules call them. All others use the engine,
+# through `stores`.
 PUBLISHING = ("os.replace", "os.rename", "os.renames", "os.link", "os.symlink", "os.fsync", "os.fdatasync", "shutil.move")
 SCRATCH = "tempfile"
 WRITING = {
@@ -307,13 +309,13 @@ WRITING = {
     "_bench": {"tempfile"},  # measures in a temporary folder
     "_bench_faces": {"tempfile"},
     "_bench_saves": {"os.fsync"},  # measures the disk
-    "bundles.bundle": {"os.link"},  # gives a published container a second name
+    "bundles.bundle": {"os.link"},  # gives a published container another name
     "bundles.torcharchive": {"tempfile"},  # an unnamed file
     "bundles.torchfolders": {"os.link", "tempfile"},  # a temporary folder that the engine reads
     "compat.nyacomp._nyacomp": {"tempfile"},
     "integrations.pushes": {"tempfile"},  # the default folder of trainers
     "portable.files": {"os.replace", "os.fsync", "tempfile"},  # works without the engine
-    "stores": {"os.link", "tempfile"},  # gives an unnamed file a name, and the engine publishes it
+    "stores": {"os.link", "tempfile"},  # gives an unnamed file a name so that the engine can publish it
 }
 
 
@@ -332,7 +334,7 @@ def writing(path: Path) -> set[str]:
 
 
 def test_the_engine_publishes_files() -> None:
-    """Only the engine gives new files their names and syncs them, so that one place handles links, modes, owners and
+    """Only the engine syncs new files and gives them their names, so one place handles links, modes, owners and
     interrupted writes. Modules with temporary files are listed with a reason."""
     found = {name: writing(path) for name, path in modules(PACKAGE).items() if path.suffix == ".py"}
     assert {name: uses for name, uses in found.items() if uses} == WRITING
@@ -404,7 +406,7 @@ def test_the_makefile_is_short() -> None:
 
 
 def test_the_tables_of_names_agree() -> None:
-    """Type checkers find each public name in the module that the table of names gives."""
+    """Type checkers find each public name in the same module as the table of names."""
     for door in (overwire, _compat_api):
         tree = ast.parse(Path(door.__file__ or "").read_text(encoding="utf-8"))
         [block] = [one for one in tree.body if isinstance(one, ast.If) and ast.unparse(one.test) == "TYPE_CHECKING"]
@@ -417,8 +419,8 @@ def test_the_tables_of_names_agree() -> None:
             assert getattr(door, name) is not None, name
 
 
-# Drop-ins and integrations may use these internal names. The list only becomes shorter: remove a name with its last
-# use, and add a public name instead of a new one.
+# Drop-ins and integrations may use these internal names. The list only gets shorter: remove a name with its last use,
+# and add a public name rather than a new entry.
 COMPAT_API = """
     Hosted KeptFile Manifest apart apply_part await_path bytes_of_plain check_memory
     check_switches error_of_system forked group_verb honour_nyacomp imported is_compressed is_remote landing
@@ -430,7 +432,7 @@ COMPAT_API = """
 
 
 def test_drop_ins_use_no_new_internal_names() -> None:
-    """The list of internal names for drop-ins and integrations is complete, and each name is used outside the core."""
+    """Drop-ins and integrations use exactly the listed internal names."""
     assert _compat_api.__all__ == sorted(COMPAT_API) and len(COMPAT_API) <= 40
     outside = [one for one in imports(PACKAGE) if one.imported == "_compat_api" and layer_of(one.importer) == layer_of("compat")]
     texts = "".join(path.read_text(encoding="utf-8") for name, path in modules(PACKAGE).items() if layer_of(name) == layer_of("compat"))
@@ -462,8 +464,8 @@ def test_classes_name_their_public_module() -> None:
 
 
 def test_two_modules_start_jobs() -> None:
-    """Only _verbs and the command line call functions of the engine. Functions of _verbs that write to a path first
-    wait for background saves to this path."""
+    """Only _verbs and the command line start jobs of the engine. Functions of _verbs that write to a path first wait
+    for background saves to this path."""
     calls = re.compile(r"\bcore\(\)\.(?:start|run|call)\(")
     found = {path.name for path in PACKAGE.rglob("*.py") if calls.search(path.read_text(encoding="utf-8"))}
     assert found == {"_engine.py", "_verbs.py"}

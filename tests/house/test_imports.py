@@ -1,4 +1,5 @@
-"""Tests imports that are not finished yet, on another thread or in code that a signal handler interrupts."""
+"""Tests what happens while an import is not finished: on another thread, or in code that a signal handler
+interrupts."""
 
 from __future__ import annotations
 
@@ -71,14 +72,14 @@ saves.join()
 
 
 def enter_and_leave() -> None:
-    """Acts like another thread that imports at the same time."""
+    """Does what another thread does that imports at the same time."""
     with Undisturbed():
         pass
 
 
 def test_signal_handlers_wait(capsys: pytest.CaptureFixture[str]) -> None:
-    """Signal handlers run in order after the undisturbed section. The program's handlers are then restored, including a
-    handler that was set in the section. Ctrl-C does not wait, and other threads are not affected."""
+    """Signal handlers run, in order, after the section that must not be disturbed. The program's handlers are then
+    restored, even one that was set within the section. Ctrl-C does not wait, and other threads are not affected."""
     ran: list[str] = []
     handlers = {
         number: (lambda n, _: ran.append(signal.Signals(n).name))
@@ -113,7 +114,8 @@ def test_signal_handlers_wait(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_cycle_collector_waits() -> None:
-    """During an import, the cycle collector runs no finalizer on any thread. Afterwards its state is restored."""
+    """During an import, the cycle collector runs no finalizer on any thread. Afterwards it is enabled or disabled as
+    before."""
     assert gc.isenabled()
     with Undisturbed(), Undisturbed():
         assert not gc.isenabled()
@@ -153,7 +155,7 @@ assert "overwire.gpu" not in sys.modules
 
 
 def test_signal_handlers_use_overwire_during_its_imports(script: Callable[..., Any]) -> None:
-    """A signal handler can save and load during any import of overwire and while the engine is loaded."""
+    """A signal handler can save and load at any point of overwire's imports, and while the engine is being loaded."""
     program = """
 import signal, sys
 import numpy as np, overwire as ow
@@ -191,7 +193,7 @@ print(len(ran) == len(Poke.seen), set(ran) == {6.0})
 
 
 def test_a_forked_child_collects_garbage() -> None:
-    """If a program forks while another thread has paused the cycle collector, the collector is enabled in the child."""
+    """If a program forks while another thread has paused the cycle collector, it is enabled in the child."""
     for pause in (Undisturbed, many_objects):
         inside, may_leave = threading.Event(), threading.Event()
 

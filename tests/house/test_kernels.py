@@ -1,6 +1,6 @@
 """Tests, without a GPU, that the committed GPU kernels match their sources.
 
-cuda/built has the compiled modules and the hashes of their inputs. The compiler is in wheels. Without it, only the
+cuda/built has the compiled modules and the hashes of their inputs. Without the compiler, which pip installs, only the
 hashes are compared.
 """
 

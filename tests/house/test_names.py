@@ -20,7 +20,7 @@ from overwire.bundles.manifest import Manifest
 from overwire.compat.nyacomp import manifests
 from overwire.model import sources
 
-# Stems of file names. A name that is not UTF-8 must never become U+FFFD.
+# File names without their extensions. Bytes that are not UTF-8 must never become U+FFFD.
 STEMS = {
     "latin-1": b"caf\xe9",
     "another": b"caf\xe8",
@@ -64,7 +64,7 @@ FORMS: list[Callable[[bytes], Any]] = [lambda path: path, os.fsdecode, lambda pa
 
 
 def test_every_function(tmp_path: Path) -> None:
-    """Each Python function accepts names as bytes, strings and paths. 14 similar names are 14 separate files."""
+    """Each Python function accepts names as bytes, strings and paths. 14 similar names stay 14 separate files."""
     folder = os.fsencode(tmp_path)
     for number, stem in enumerate(STEMS.values()):
         path = os.path.join(folder, stem + b".safetensors")
@@ -110,8 +110,8 @@ def test_every_function(tmp_path: Path) -> None:
 
 
 def test_bundles(tmp_path: Path) -> None:
-    """The pickle, its container and meta.csv have the exact name. Names that are too long, or that meta.csv cannot
-    list, are refused before anything is written."""
+    """The pickle, its container and the entry in meta.csv have the exact name. Names that are too long, or that
+    meta.csv cannot list, are refused before anything is written."""
     for number, (what, stem) in enumerate(STEMS.items()):
         place = tmp_path / str(number)
         place.mkdir()
@@ -141,13 +141,13 @@ def test_bundles(tmp_path: Path) -> None:
         with pytest.raises(ow.ArgumentError):
             ow.compress_pickle({"w": np.ones(9)}, tmp_path / name)
     assert not (tmp_path / "nya").exists()
-    for what in (1, 2):  # too long with ".old", valid without it
+    for what in (1, 2):  # valid, but too long with ".old"
         ow.compress_pickle({"n": what, "w": np.ones(99)}, tmp_path / ("x" * 240 + ".pkl"))
         assert ow.load_compressed_pickle(tmp_path / ("x" * 240 + ".pkl"))["n"] == what
 
 
 def test_the_command_line(tmp_path: Path) -> None:
-    """Each command accepts any name in its arguments and for -o, and reports it correctly as text and as JSON."""
+    """Each command accepts any name as an argument and for -o, and reports it correctly in text and in JSON."""
 
     def run(*words: bytes, rc: int = 0) -> bytes:
         done = subprocess.run([os.fsencode(sys.executable), b"-m", b"overwire", *words], cwd=tmp_path, capture_output=True, timeout=120)
@@ -207,7 +207,7 @@ def test_names_that_no_file_can_have(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_errors_have_the_name_and_can_be_printed(tmp_path: Path) -> None:
-    """An error's `source` is the name as os.fsdecode returns it. The message can be printed to any stream."""
+    """The `source` of an error is the name as os.fsdecode returns it. The message can be printed to any stream."""
     path = os.path.join(os.fsencode(tmp_path), b"none\xe9")
     verbs: list[Callable[[bytes], object]] = [ow.load_file, ow.read_bytes, ow.load_compressed_pickle, ow.inspect]  # type: ignore[list-item]
     for verb in verbs:
@@ -218,7 +218,7 @@ def test_errors_have_the_name_and_can_be_printed(tmp_path: Path) -> None:
 
 
 def test_dots_after_a_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """".." is resolved like in the kernel: link/../x is next to the target of the link."""
+    """".." is resolved as the kernel does: link/../x is next to the target of the link."""
     (tmp_path / "real/deep").mkdir(parents=True)
     (tmp_path / "link").symlink_to("real/deep")
     ow.save_file({"x": np.zeros(3)}, tmp_path / "x.safetensors")
@@ -234,7 +234,7 @@ def test_dots_after_a_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_other_bytes_stay_data(tmp_path: Path) -> None:
-    """Strings stored in files are Unicode. Strings with other bytes are refused, and no byte is replaced."""
+    """Strings that are stored in files must be Unicode. Others are refused, and no byte is replaced."""
     path = tmp_path / "m.safetensors"
     for metadata in ({"k": "\udce9"}, {"\udce9": "v"}, {"k": "\ud800"}):
         with pytest.raises(ow.ArgumentError):
@@ -273,7 +273,7 @@ def test_names_in_a_latin_1_locale(tmp_path: Path, script, monkeypatch: pytest.M
         except ow.ArgumentError as error: assert "-X utf8" in str(error)
     """
     world = {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
-    for locale in ("C", "en_US.ISO-8859-1"):  # if a machine lacks the second, the first is used
+    for locale in ("C", "en_US.ISO-8859-1"):  # on a machine without the second locale, the first is used
         script(source, LC_ALL=locale, **world)
         assert set(files(tmp_path)) <= {b"caf\xe9.safetensors"}
     monkeypatch.setattr(os, "fsencode", lambda text: text.encode("latin-1", "surrogateescape"))
@@ -283,8 +283,8 @@ def test_names_in_a_latin_1_locale(tmp_path: Path, script, monkeypatch: pytest.M
 
 
 def test_open_files(tmp_path: Path) -> None:
-    """An open file stands for the bytes that its `read` returns from the current position, or for the whole file if it
-    is at its end. The descriptor of a compressed file is not used."""
+    """An open file in place of a name means what its `read` returns from the current position, or the whole file if it
+    is at its end. If Python decompresses the file while it reads (gzip, bz2, lzma), its descriptor is not used."""
     import bz2
     import gzip
     import lzma
@@ -381,8 +381,8 @@ def test_compat_modules(tmp_path: Path) -> None:
 
 
 def test_error_messages_escape_control_characters(tmp_path: Path) -> None:
-    """Error messages escape control and bidirectional characters in names, from the engine and from Python. `source` is
-    the exact name."""
+    """In error messages, from the engine and from Python, control and bidirectional characters of names are escaped.
+    `source` is the exact name."""
     path = tmp_path / "m\x1b]0;OWNED\x07\u202e\x9b\x7f"
     for verb in (ow.load_file, ow.inspect, ow.load_compressed_pickle):
         with pytest.raises(ow.NotFoundError) as raised:

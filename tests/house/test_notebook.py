@@ -1,5 +1,5 @@
-"""Tests how reports, plans, opened files and inspections are displayed: as one short line and, in notebooks, as tables.
-Names cannot break the tables."""
+"""Tests how reports, plans, open files and inspections are displayed: as one short line and, in notebooks, as tables.
+No name can break a table."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_doctors_table_wraps() -> None:
 
 
 def test_results_print_as_one_line(tmp_path: Path) -> None:
-    """The results of verify, doctor and last_report print as one line with units, and remain dicts."""
+    """The results of `verify`, `doctor` and last_report print as one line with units, and are dicts."""
     path = tmp_path / "m.safetensors"
     ow.save_file({f"w{i}": np.zeros(10_000, "float32") for i in range(9)}, path, digests=True)
     verified, compared = ow.verify(path), ow.verify(path, tensors={"w0": np.ones(10_000, "float32")})
@@ -49,7 +49,7 @@ def test_results_print_as_one_line(tmp_path: Path) -> None:
 
 
 def test_a_saved_notebook_has_no_progress_bar(tmp_path: Path) -> None:
-    """A saved notebook contains no progress bar, because its widget could not be displayed."""
+    """A saved notebook contains no progress bar, because a saved widget could not be displayed."""
     nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
     pytest.importorskip("ipykernel"), pytest.importorskip("ipywidgets"), pytest.importorskip("tqdm")
     ow.save_file({"a": np.ones(1000)}, tmp_path / "a.safetensors")
@@ -139,7 +139,8 @@ def test_lines_and_tables_are_short(tmp_path: Path) -> None:
 
 
 def test_an_inspection_is_a_dict(tmp_path: Path) -> None:
-    """An inspection equals its JSON. Its pickles and copies are plain dicts, which can be read without overwire."""
+    """An inspection is a dict with the contents of its JSON. Pickles and copies of it are plain dicts, which can be
+    read without overwire."""
     path = tmp_path / "m.safetensors"
     ow.save_file({"a": np.zeros(2)}, path)
     found = ow.inspect(path)
@@ -151,8 +152,8 @@ def test_an_inspection_is_a_dict(tmp_path: Path) -> None:
 
 
 def test_other_results_are_displayed_as_tables(tmp_path: Path) -> None:
-    """The results of verify, doctor, last_report and diff are displayed as tables and equal their JSON. last_report
-    does not change when it is displayed."""
+    """The results of `verify`, `doctor`, last_report and `diff` are displayed as tables, and are dicts with the
+    contents of their JSON. Displaying last_report does not change it."""
     path, state = tmp_path / "m.safetensors", {"a": np.arange(9.0), "b": np.zeros(2)}
     ow.save_file(state, path)
     ow.load_file(path, framework="np")
@@ -182,7 +183,7 @@ def test_an_empty_model_is_displayed_as_tables(tmp_path: Path) -> None:
 
 
 def test_one_tensor_is_singular(tmp_path: Path) -> None:
-    """One tensor, file or block is in the singular, in a line and in a notebook."""
+    """One tensor, file or block is named in the singular, in a line and in a notebook."""
     path, one = tmp_path / "m.safetensors", {"a": np.zeros(1)}
     answers = [ow.save_file(one, path), ow.inspect(path), ow.plan(path, framework="np"), ow.diff(one, one)]
     with ow.safe_open(path, framework="np") as opened:

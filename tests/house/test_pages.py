@@ -38,15 +38,15 @@ def run(*argv: str) -> str:
 
 
 def alone(browser: chromium.Chromium, page: Path) -> None:
-    """Asserts that the page's script has run, that the page requested nothing else, and that no text became an
-    element."""
+    """Asserts that the page's script has run, that the page has requested nothing but itself, and that no text became
+    an element."""
     assert browser.run("document.body.dataset.ready") == "1"
     assert browser.requests == [page.resolve().as_uri()] and browser.errors == []
     assert browser.run("document.querySelectorAll('img, iframe, object, link, svg script').length") == 0
 
 
 def pictures(browser: chromium.Chromium, page: Path) -> None:
-    """Asserts that light and dark pages differ, and that a narrow window needs no horizontal scrolling."""
+    """Asserts that the light and dark pages differ, and that a narrow window needs no horizontal scrolling."""
     taken = set()
     for width, height in ((1280, 900), (400, 800)):
         for dark in (False, True):
@@ -71,8 +71,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_model(browser: chromium.Chromium, model: Path) -> None:
-    """The page of 18,867 tensors has at most 3 MB. Keys open and close groups, the filter finds every name, and a
-    screen reader finds the names."""
+    """The page for 18,867 tensors has at most 3 MB. Keys open and close groups, the filter finds every name, and a
+    screen reader can read the names."""
     assert model.stat().st_size <= 3e6
     browser.view()
     seconds = browser.open(model)
@@ -158,7 +158,7 @@ def test_trace(browser: chromium.Chromium, trace: Path) -> None:
 
 
 def test_traces_of_a_gpu_and_hostile_names(browser: chromium.Chromium, tmp_path: Path) -> None:
-    """The page of a trace with 100,000 spans on workers, copies and kernels works, even with hostile names."""
+    """The page for a trace with 100,000 spans of workers, copies and kernels works, even with hostile names."""
     events: list[dict[str, object]] = []
     for pid, tid, name in [(1, 0, "load"), *((1, n + 1, f"worker {n}") for n in range(16)), (2, 0, "copies"), (2, 1, HOSTILE[0])]:
         events.append({"name": "thread_name", "ph": "M", "pid": pid, "tid": tid, "args": {"name": name}})

@@ -1,5 +1,5 @@
-"""Tests that programs in bench/ and tests/ only use names that overwire's modules have. Many of them cannot run here,
-because they need an engine or a GPU."""
+"""Tests that programs in bench/ and tests/ only use names that overwire's modules have. Many of these programs need
+vLLM, SGLang or a GPU, and cannot run here."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ def names_of(file: Path) -> frozenset[str] | None:
 
 
 def absent_names(source: str) -> Iterator[str]:
-    """Yields the names, with their lines, that a program uses from overwire's modules but that these modules lack."""
+    """Yields the names, with their lines, that a program uses from overwire's modules although these do not have
+    them."""
     tree = ast.parse(source)
     modules: dict[str, Path] = {}
     for node in ast.walk(tree):

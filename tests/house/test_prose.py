@@ -7,7 +7,7 @@ import pytest
 
 
 def test_every_habit_is_below_its_ceiling() -> None:
-    """No scope has more of a habit per 1,000 words than tests/house/prose.json allows."""
+    """In no scope is a habit more frequent, per 1,000 words, than tests/house/prose.json allows."""
     texts = prose.collect()
     assert all(len(texts[scope]) > 500 for scope in prose.SCOPES)
     assert prose.excesses({scope: prose.rate(texts[scope]) for scope in prose.SCOPES}, prose.read_table()) == []
@@ -29,7 +29,7 @@ def test_every_habit_is_below_its_ceiling() -> None:
     ],
 )
 def test_habits_are_recognised(habit: str, text: str, count: int) -> None:
-    """Each habit's pattern finds the habit, but no other use of the same words."""
+    """Each habit's pattern finds the habit, but not other uses of the same words."""
     assert len(prose.HABITS[habit].findall(text)) == count
 
 
@@ -76,8 +76,8 @@ def test_pages_are_read_without_code() -> None:
 
 
 def test_ceilings_only_fall() -> None:
-    """A lower rate lowers its ceiling, which is rounded up to a step. A higher rate is reported with a command that
-    lists the occurrences."""
+    """A lower rate lowers its ceiling, which is rounded up. A higher rate is reported, with a command that lists the
+    occurrences."""
     table = prose.lower({"go": {"beside": 0.52}}, {})
     assert table == {"go": {"beside": 0.55}}
     assert prose.lower({"go": {"beside": 0.31}}, table) == {"go": {"beside": 0.35}}

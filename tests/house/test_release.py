@@ -76,15 +76,15 @@ def test_the_changelog_has_its_entry(tree: Path, changelog: str, found: str) -> 
 
 
 def test_changes_of_the_project_have_their_form() -> None:
-    """Each file in changes/ has a kind and a sentence, and can be merged into the changelog."""
+    """Each file in changes/ has a kind and a sentence, so it can be merged into the changelog."""
     text = (ROOT / "CHANGELOG.md").read_text()
     own = [changes.read_fragment(path) for path in changes.list_fragments(ROOT)]
     assert changes.join_changes(text, own, "9.9.9", "2099-01-01").count("## 9.9.9 - 2099-01-01\n") == 1
 
 
 def test_changes_join_the_changelog(tree: Path) -> None:
-    """Files in changes/ become entries after those under Unreleased, sorted by kind, and are removed. Older versions
-    stay unchanged. A release with such a file left is refused."""
+    """Files in changes/ become entries below those under Unreleased, sorted by kind, and are removed. Older versions
+    stay unchanged. A release is refused while such a file is left."""
     old = ENTRY.replace("Unreleased\n", "Unreleased\n\n### Fixed\n\n- It.\n")
     (tree / "CHANGELOG.md").write_text(old)
     (tree / "changes").mkdir()
@@ -112,7 +112,7 @@ def test_changes_join_the_changelog(tree: Path) -> None:
 def test_a_malformed_change_is_reported(
     tree: Path, capsys: pytest.CaptureFixture[str], name: str, line: str, fault: str
 ) -> None:
-    """A malformed change is reported. The change and the changelog stay unchanged."""
+    """A malformed file in changes/ is reported. It and the changelog stay unchanged."""
     (tree / "changes").mkdir()
     (tree / "changes" / name).write_text(line)
     assert changes.main(["1.3.0"], tree) == 1 and fault in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Tests the public names with mypy. Right programs have no errors, and wrong programs have."""
+"""Tests the types of the public names with mypy: right programs have no errors, and wrong ones do."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_mypy_strict(tmp_path: Path) -> None:
     (tmp_path / "right.py").write_text(RIGHT)
     (tmp_path / "wrong.py").write_text(WRONG)
     examples = sorted(str(path) for path in (ROOT / "examples").glob("*.py"))
-    # This uses the configuration and cache of `make lint`, which has already checked torch.
+    # Uses the configuration and cache of `make lint`, which has already checked torch.
     command = [sys.executable, "-m", "mypy", "--strict", "--no-error-summary", *examples]
     command += [str(tmp_path / "right.py"), str(tmp_path / "wrong.py")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)

@@ -1,4 +1,4 @@
-"""Tests overwire's public interface with random data and faults for a given time.
+"""Tests overwire's public interface with random data and faults, for a given time.
 
 A loop repeats one kind of test with new random data. A seed chooses the loops and their data.
 

@@ -1,4 +1,4 @@
-"""Tests overwire's public interface with random loops for a given time, and then prints a table of counts.
+"""Tests overwire's public interface with random loops for a given time, and prints a table of what was done.
 
     make soak SECONDS=600 SEED=7           or: python tests/soak --seconds 600 --seed 7
     python tests/soak --list               prints the loops and their promises
@@ -66,7 +66,7 @@ class Table:
 def play(
     name: str, number: int, seed: str, device: str, seconds: float, folder: Path
 ) -> tuple[dict[str, int], list[tuple[str, str]], str]:
-    """Runs one round and returns its counts, its failures and its output."""
+    """Runs one round, and returns its counts, failures and output."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     env = {key: value for key, value in os.environ.items() if not key.startswith("OVERWIRE_") or key == "OVERWIRE_SOAK_PATIENCE"}
@@ -91,7 +91,7 @@ def play(
 
 
 def devices(chosen: str | None) -> list[str]:
-    """Returns the devices to which the loops load. A separate process checks whether torch finds a GPU."""
+    """Returns the devices that the loops load to. A separate process checks whether torch finds a GPU."""
     if chosen:
         return [chosen]
     seen = warm.run(["-c", "import torch; print(torch.cuda.is_available())"])
@@ -118,7 +118,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def soak(chosen: argparse.Namespace) -> int:
-    """Runs rounds until the time is over, and returns the exit status."""
+    """Runs rounds until the time is up, and returns the exit status."""
     print(f"seed {chosen.seed} for {chosen.seconds:.0f} s: {', '.join(chosen.names)}", flush=True)
     places = devices(chosen.device)
     table, choice, until, number = Table(), random.Random(chosen.seed), time.monotonic() + chosen.seconds, 0

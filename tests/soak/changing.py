@@ -1,4 +1,4 @@
-"""Loops in which data changes: files that are rewritten in place, tensors that sleep, tensors that get deltas."""
+"""Loops in which data changes: files are rewritten in place, tensors sleep, and deltas are applied."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from .outcomes import Failure, Round
 
 
 def rewrites(round_: Round) -> None:
-    """If a file is rewritten in place, a load without mmap gives one complete version or an error of a known class. A
-    plain file has no checksums, so a load may mix two versions if the times of the file do not show the change."""
+    """While a file is rewritten in place, a load without mmap gives one complete version or an error of a known class.
+    Plain files have no checksums, so a load may mix two versions if the file's times do not show the change."""
     rng = round_.rng
     base = random_tensors(rng, rng.choice((1 << 14, 1 << 20, 1 << 23)))
     versions = {number: version(base, number) for number in range(3)}
@@ -58,9 +58,9 @@ def _read(path: Path, versions: dict[int, Tensors], plain: bool, round_: Round, 
 
 
 def sleeps(round_: Round) -> None:
-    """If threads put tensors to sleep and wake them during loads, the tensors are restored bit for bit, and their files
-    have the same tensors. If a sleep times out, or is refused because of its memory, the tensors do not change. If two
-    threads wake the same tensors, they are woken once."""
+    """Threads put tensors to sleep and wake them during loads. The tensors are restored bit for bit, and their files
+    have the same tensors. A sleep that times out, or is refused because of its memory, does not change the tensors. If
+    two threads wake the same tensors, they are woken once."""
     rng = round_.rng
     stored = store(rng, round_.folder / "model", random_tensors(rng, 1 << 18))
     sleepers = [
@@ -122,8 +122,8 @@ class _Sleeper:
 
 
 def deltas(round_: Round) -> None:
-    """Deltas and chains of deltas that are applied in place during loads give the new tensors. A refused delta (wrong
-    base, damaged, timed out) changes no tensor. A load with a base gives the same tensors."""
+    """Deltas and chains of deltas are applied in place during loads, and give the new tensors. A delta that fails
+    (wrong base, damage, timeout) changes no tensor. A load with a base gives the same tensors."""
     rng = round_.rng
     base = random_tensors(rng, rng.choice((1 << 12, 1 << 18, 1 << 22)))
     versions = {number: version(base, number) for number in range(4)}

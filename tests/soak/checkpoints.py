@@ -34,7 +34,7 @@ _REPLACED = (ow.CorruptError, ow.NotFoundError)
 
 @contextlib.contextmanager
 def _own_errors() -> Any:
-    """Raises the error of a rank instead of torch's error, which is not an Exception."""
+    """Raises the error of a rank in place of torch's error, which is not an Exception."""
     try:
         yield
     except CheckpointException as failure:
@@ -49,7 +49,8 @@ def _save(rng: random.Random, at: Any, versions: Versions, number: int, options:
 
 
 def _load(rng: random.Random, at: Any, versions: Versions, options: Any = None) -> int:
-    """Loads a checkpoint, or only its model with load_file, and returns the version. Raises Failure for a mixture."""
+    """Loads a checkpoint, or only its model with load_file, and returns which version it is. Raises Failure for a
+    mixture."""
     if options is None and rng.random() < 0.3:
         number: int = which(ow.load_file(at, framework="pt"), versions)
         return number
@@ -67,9 +68,9 @@ def _versions(rng: random.Random, count: int = 4) -> Versions:
 
 
 def replaced(round_: Round) -> None:
-    """A writer replaces a checkpoint repeatedly until it is killed at a random time. Each reader gets one complete save
-    with its step, or an error that the checkpoint was replaced. Afterwards, the last save or the save before it can be
-    read. The next save removes all files of the killed writer."""
+    """A writer replaces a checkpoint again and again until it is killed at a random time. Each reader gets one complete
+    save with its step, or an error that the checkpoint was replaced. After the kill, the last save or the one before it
+    can be read, and the next save removes all files of the killed writer."""
     rng, folder = round_.rng, round_.folder / "out"
     versions, log = _versions(rng), round_.folder / "log"
     folder.mkdir()
@@ -121,8 +122,8 @@ def _look_and_save(round_: Round, folder: Path, versions: Versions) -> tuple[int
 
 def ranks(round_: Round) -> None:
     """Two ranks replace a checkpoint of sharded tensors until one or both are killed. A new job starts immediately,
-    while a rank of the killed job may still write. If two ranks load at the same time, both get the same complete save,
-    or both get an error that it was replaced."""
+    while a rank of the old job may still write. Two ranks that load at the same time get the same complete save, or
+    both get an error that it was replaced."""
     rng, folder = round_.rng, round_.folder / "out"
     folder.mkdir()
     jobs = 0
@@ -179,9 +180,9 @@ def _load_shards(round_: Round, rank: int, at: Path) -> None:
     until = [time.monotonic() + 2]
     dist.broadcast_object_list(until)
     while True:
-        # If one rank cannot open the checkpoint, both ranks must know this before they load together.
+        # If one rank cannot open the checkpoint, both must know before they load together.
         opened: Any = None
-        time.sleep(0.1 * round_.rng.random())  # ranks open at different times
+        time.sleep(0.1 * round_.rng.random())  # ranks open the checkpoint at different times
         with round_.may_raise(*_REPLACED):
             opened = CheckpointReader(at)
         both: list[Any] = [None, None]
@@ -206,7 +207,7 @@ def _load_shards(round_: Round, rank: int, at: Path) -> None:
 
 
 def _tidy(round_: Round, folder: Path) -> None:
-    """Saves with one process, and checks that only the new checkpoint remains."""
+    """Saves in one process, and checks that only the new checkpoint remains."""
     dcp.save({"model": {"x": torch.ones(3)}}, storage_writer=CheckpointWriter(folder / "c"), no_dist=True)
     if os.listdir(folder) != ["c"]:
         raise Failure("leak", f"after the next save the folder has {sorted(os.listdir(folder))}")
@@ -217,7 +218,8 @@ def _tidy(round_: Round, folder: Path) -> None:
 
 def stores(round_: Round) -> None:
     """Two writers save to one name in S3 and may be killed at random times. Afterwards there is no checkpoint, or the
-    complete checkpoint of one writer, which stays. A later save to this name succeeds or reports that it exists."""
+    complete checkpoint of one of them, which stays. A later save to this name succeeds, or reports that the checkpoint
+    exists."""
     import pytest
     import stores as real
 

@@ -41,7 +41,7 @@ def append(rng: random.Random, data: bytearray) -> None:
 
 
 def forget(rng: random.Random, data: bytearray) -> None:
-    """Fills a sector with zeros, as after a power loss."""
+    """Fills a sector with zeros, as a power loss may do."""
     at = rng.randrange(0, len(data), 512)
     data[at : at + 512] = bytes(len(data[at : at + 512]))
 
@@ -59,9 +59,9 @@ DAMAGES: tuple[Callable[[random.Random, bytearray], None], ...] = (
 
 
 def damage(round_: Round) -> None:
-    """If a compressed file, a shard, a delta or a bundle is flipped, cut, overwritten or extended, a load gives a typed
-    error or the same bytes. A damaged plain, torch.save or .tensors file gives a typed error or any bytes, and never
-    crashes."""
+    """Files get flipped bits, are cut, overwritten or extended. Loading a damaged compressed file, shard, delta or
+    bundle gives a typed error or the right bytes. Loading a damaged plain, torch.save or .tensors file gives a typed
+    error or any bytes, and never crashes."""
     rng = round_.rng
     tensors = random_tensors(rng, rng.choice((200, 1 << 14, 1 << 18)))
     kind = rng.choice(("compressed", "digests", "shards", "smaller", "plain", "delta", "bundle", "parts", "torch", "tensors"))
@@ -86,7 +86,8 @@ def damage(round_: Round) -> None:
 def _undamaged(
     rng: random.Random, folder: Path, tensors: Tensors, kind: str
 ) -> tuple[list[Path], Callable[[random.Random], None]]:
-    """Makes a model's files. Returns them, and a function that loads the model in a random way and compares it."""
+    """Makes a model's files. Returns them, and a function that loads the model in a randomly chosen way and compares
+    it."""
     if kind == "delta":
         folder.mkdir()
         changed, path = version(tensors, 5), folder / "d.safetensors"
@@ -97,7 +98,7 @@ def _undamaged(
             try:
                 ow.apply_delta(state, path)
             except ow.OverwireError:
-                compare_all(state, tensors)  # a refused delta changes nothing
+                compare_all(state, tensors)  # a delta that is refused changes nothing
                 raise
             compare_all(state, changed)
 

@@ -1,5 +1,4 @@
-"""Loops that change files and compare two readers of each file. If both readers accept a file, the results are
-equal."""
+"""Loops that change files and read each with two readers. If both accept a file, their results must be the same."""
 
 from __future__ import annotations
 
@@ -40,7 +39,7 @@ def _random_bytes(rng: random.Random, count: int) -> torch.Tensor:
 
 
 def _random_tensor(rng: random.Random, shape: list[int], is_coded: bool) -> torch.Tensor:
-    """Returns a tensor of any dtype, with random bytes, or with values that compress like those of models."""
+    """Returns a tensor of any dtype, with random bytes or with values that compress like a model's."""
     dtype = rng.choice(_DTYPES)
     count = torch.Size(shape).numel()
     if is_coded and dtype.is_floating_point and dtype.itemsize > 1:
@@ -61,9 +60,9 @@ def _random_tensor(rng: random.Random, shape: list[int], is_coded: bool) -> torc
 
 
 def containers(round_: Round) -> None:
-    """If fields or stored bytes of a container are changed and its checksums are right, the engine and the portable
-    reader give the same names, dtypes, shapes and bytes, or both refuse it. load_file accepts the same files as
-    safe_open."""
+    """Fields or stored bytes of a container are changed, and its checksums are made to match. The engine and the
+    portable reader then give the same names, dtypes, shapes and bytes, or both refuse the file. load_file accepts the
+    same files as safe_open."""
     rng, path = round_.rng, round_.folder / "m.safetensors"
     while round_.lasts():
         round_.doing = "saving"
@@ -147,7 +146,8 @@ def _bytes_or_class(file: Any, name: str) -> bytes | type:
 
 
 class _OfFrame:
-    """The result for a Zstandard frame that the engine refuses. The portable reader's libzstd accepts some of these."""
+    """The result for a Zstandard frame that the engine refuses, although the portable reader's libzstd may accept
+    it."""
 
 
 def _compare_readers(round_: Round, path: Path) -> None:
@@ -190,7 +190,7 @@ def _spell(fate: Any) -> Any:
 
 
 def tensors_files(round_: Round) -> None:
-    """If a .tensors file was changed or cut and loads with other tensors, verify finds the damage."""
+    """If a .tensors file that was changed or cut loads with other tensors, `verify` finds the damage."""
     rng, path = round_.rng, round_.folder / "m.tensors"
     while round_.lasts():
         round_.doing = "saving"
@@ -240,8 +240,8 @@ def _compare_with_verify(round_: Round, path: Path, want: dict[str, Any]) -> Non
 
 
 def torch_files(round_: Round) -> None:
-    """For a torch.save file, even with a changed pickle, convert gives the same names, dtypes, shapes and bytes as
-    torch.load, or raises an overwire error. It converts every unchanged file."""
+    """`convert` gives the same names, dtypes, shapes and bytes as torch.load, or raises an overwire error, for
+    torch.save files with and without changes to the pickle. It converts every unchanged file."""
     warnings.simplefilter("ignore")
     rng, path = round_.rng, round_.folder / "m.pt"
     while round_.lasts():
@@ -343,8 +343,8 @@ def _bytes_of(tensor: torch.Tensor) -> bytes:
 
 
 def _compare_with_torch(round_: Round, path: Path, kept: dict[Any, Any] | None) -> None:
-    """Compares convert with torch.load. kept is the saved object. If kept is None and torch.load accepts the file,
-    compares with its result."""
+    """Compares `convert` with torch.load. kept: the saved object. If it is None and torch.load accepts the file, the
+    comparison is with torch.load's result."""
     want: list[tuple[str, torch.Tensor]] | None
     try:
         want = list(_tensors_in(kept if kept is not None else torch.load(path, weights_only=True)))

@@ -1,4 +1,4 @@
-"""Loops that interrupt: Ctrl-C and timeouts, signal handlers, forks."""
+"""Loops that interrupt calls: by Ctrl-C and timeouts, signal handlers, and forks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Work = Callable[[random.Random], None]
 
 
 def _works(round_: Round, stored: Stored, versions: dict[int, Tensors]) -> dict[str, tuple[Work, Callable[[], None]]]:
-    """Returns a dict of pairs: work that may be interrupted at any time, and a check that must succeed afterwards."""
+    """Returns pairs by name: work that may be interrupted at any time, and a check that must succeed afterwards."""
     folder, device = round_.folder / "out", round_.device
     folder.mkdir()
     state = clones(stored.tensors, device)
@@ -60,7 +60,7 @@ def _works(round_: Round, stored: Stored, versions: dict[int, Tensors]) -> dict[
                 sleeping.clear()
 
     def delta(rng: random.Random) -> None:
-        # If the tensors have already changed, the delta is refused.
+        # if the tensors have already changed, the delta is refused
         with round_.may_raise(ow.DeadlineError, ow.DeltaBaseError):
             ow.apply_delta(changed, folder / "delta.safetensors", timeout=rng.choice((None, 0.001)))
 
@@ -88,7 +88,7 @@ def _works(round_: Round, stored: Stored, versions: dict[int, Tensors]) -> dict[
 
 
 def cancels(round_: Round) -> None:
-    """Ctrl-C at a random time ends every function with KeyboardInterrupt, and a timeout ends it with DeadlineError.
+    """At a random time, Ctrl-C ends each function with KeyboardInterrupt, or a timeout ends it with DeadlineError.
     Afterwards the tensors are unchanged, each file is the old or the new one, nothing is open, and the next call
     works."""
     rng = round_.rng
@@ -140,7 +140,7 @@ def _interrupted(round_: Round, rng: random.Random, work: Work) -> None:
 
 
 def signals(round_: Round) -> None:
-    """A signal handler can call overwire even if it interrupts a call of overwire. Both calls get the right bytes."""
+    """A signal handler can call overwire even if it interrupts a call into overwire. Both calls get the right bytes."""
     rng = round_.rng
     outer = store(rng, round_.folder / "outer", random_tensors(rng, rng.choice((1 << 16, 1 << 21))))
     inner = store(rng, round_.folder / "inner", random_tensors(rng, 1 << 12))
@@ -170,8 +170,8 @@ def signals(round_: Round) -> None:
 
 
 def forks(round_: Round) -> None:
-    """A child that is forked during loads can read plain files and its parent's tensors. All its other calls raise
-    ForkedError. The child exits, and the parent's loads continue. Forked workers of a DataLoader are also tested."""
+    """A child that is forked during loads, also as a DataLoader worker, can read plain files and its parent's tensors.
+    All its other calls raise ForkedError. The child exits, and the parent's loads continue."""
     rng = round_.rng
     models = [store(rng, round_.folder / form, random_tensors(rng, 1 << rng.choice((12, 20))), form) for form in ("plain", "compressed")]
     kept = [ow.load_file(model.path, framework="pt") for model in models]

@@ -12,14 +12,14 @@ import overwire as ow
 from .models import clones, compare_all, random_tensors, store, version
 from .outcomes import Failure, Round
 
-# This much growth between two measurements is not a leak, because the allocator's pages and arenas vary.
+# Growth up to this between two measurements is not a leak, because the allocator's pages and arenas vary.
 SLACK = {"descriptors": 0, "threads": 2, "mappings": 64, "KiB": 12 << 10}
-DRIVERS_OWN = {"KiB": 48 << 10}  # on a GPU, because the driver fills its own pools slowly
+DRIVERS_OWN = {"KiB": 48 << 10}  # on a GPU, where the driver fills its own pools slowly
 
 
 def leaks(round_: Round) -> None:
-    """Repeated loads, streams, slices, pins, saves, sleeps, deltas and refusals of all kinds leak no descriptor,
-    thread, mapping or memory."""
+    """Repeated loads, streams, slices, pins, saves, sleeps, deltas and refused calls leak no descriptor, thread,
+    mapping or memory."""
     rng = round_.rng
     tensors = random_tensors(rng, 1 << 16)
     models = [store(rng, round_.folder / form, tensors, form) for form in ("compressed", "plain", "shards")]

@@ -23,8 +23,8 @@ from soak.outcomes import KINDS, PATIENCE, STACKS, Failure, Round, end_with_pare
 
 
 class Loop(NamedTuple):
-    """A loop: the module and name of its function, how often it is chosen, whether it can use a GPU, and whether `make
-    test` runs it."""
+    """A loop: the module and name of its function, its weight in the random choice, whether it can use a GPU, and
+    whether `make test` runs it."""
 
     place: str
     weight: int = 2
@@ -66,14 +66,14 @@ LOOPS: dict[str, Loop] = {
     "leaks": Loop("leaking.leaks", gpu=True, cheap=False),
 }
 
-# Loops that always fail. See `planted`.
+# These loops always fail. See `planted`.
 PLANTED = {f"planted-{kind.replace(' ', '-')}": Loop(f"planted.{kind.replace(' ', '_')}") for kind in KINDS}
 
 _CLONE_NEWNS, _MS_REC, _MS_PRIVATE = 0x20000, 0x4000, 1 << 18  # linux/sched.h, linux/mount.h
 
 
 def _take_shared_memory() -> Path | None:
-    """Mounts a separate /dev/shm for this process and its children, so that it has only their files. Returns None if
+    """Mounts a separate /dev/shm for this process and its children, so that only their files are in it. Returns None if
     the process may not mount."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.unshare(_CLONE_NEWNS) or libc.mount(b"none", b"/", None, _MS_REC | _MS_PRIVATE, None):
@@ -82,8 +82,8 @@ def _take_shared_memory() -> Path | None:
 
 
 def _watch(seconds: float) -> int:
-    """Forks a process that makes this process print its stacks after a time, and returns its id. The caller kills
-    it."""
+    """Forks a process that makes this process print its stacks after a time. Returns the id of the fork, which the
+    caller kills."""
     if watching := os.fork():
         return watching
     end_with_parent()

@@ -26,7 +26,7 @@ _DTYPES = (
 
 
 class Stored(NamedTuple):
-    """A stored model: its path, its contents and its form."""
+    """A stored model: its path, contents and form."""
 
     path: Path
     tensors: Tensors
@@ -34,7 +34,8 @@ class Stored(NamedTuple):
 
 
 def random_tensors(rng: random.Random, size: int = 1 << 20) -> Tensors:
-    """Returns tensors of about size bytes in total, with usual dtypes and unusual shapes. Some are tied or equal."""
+    """Returns tensors of about `size` bytes in total, with usual dtypes and unusual shapes. Some are tied or have equal
+    contents."""
     source = torch.Generator().manual_seed(rng.getrandbits(48))
     tensors: Tensors = {}
     count = rng.randint(2, 12)
@@ -77,7 +78,7 @@ def version(tensors: Tensors, number: int) -> Tensors:
         elif flat.numel():
             where = torch.randint(0, flat.numel(), (max(1, flat.numel() // 50),), generator=source)
             flat[where] = torch.randint(1, 100, (len(where),), generator=source).to(torch.uint8)
-            flat[:1] = number  # each version has another value
+            flat[:1] = number  # another value in each version
         changed[name] = ties[id(tensor)] = whole
     return changed
 
@@ -111,7 +112,7 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def compare(name: str, loaded: Any, want: torch.Tensor) -> None:
-    """Raises Failure unless a loaded tensor, array or bytes object has the dtype, shape and bytes of want."""
+    """Raises Failure unless a loaded tensor, array or bytes object has the dtype, shape and bytes of `want`."""
     if isinstance(loaded, torch.Tensor):
         if loaded.dtype != want.dtype or loaded.shape != want.shape:
             raise Failure("wrong bytes", f"{name}: {loaded.dtype} {tuple(loaded.shape)}, saved as {want.dtype} {tuple(want.shape)}")
@@ -140,7 +141,7 @@ def compare_all(loaded: Mapping[str, Any], want: Tensors, names: Iterable[str] |
 
 
 def which(loaded: Mapping[str, Any], versions: Mapping[Any, Tensors]) -> Any:
-    """Returns the version of a loaded model. Raises Failure if the model is not one complete version."""
+    """Returns which version a loaded model is. Raises Failure if it is not one complete version."""
     reasons = []
     for number, tensors in versions.items():
         try:

@@ -1,5 +1,5 @@
-"""A loop over offload: blocks keep, change and replace their weights at random, and must give the same results as in a
-model that is not offloaded."""
+"""A loop over `offload`: blocks keep, change and replace their weights at random, and must give the same results as in
+a model that is not offloaded."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _HOLDS: list[Callable[[Any], Any]] = [
     lambda w: [w[2], {"w": w.view(-1)}],
 ]
 
-# Functions that change the weight of a block.
+# Functions that change a block's weight.
 _CHANGES: list[Callable[[Any], Any]] = [
     lambda block: block.weight.mul_(1.25),
     lambda block: block.weight.data.copy_(block.weight.data.flip(0)),
@@ -34,7 +34,7 @@ _CHANGES: list[Callable[[Any], Any]] = [
 
 
 class Block(torch.nn.Module):
-    """A block with a list of acts. Each run performs the next act."""
+    """A block with a list of acts, one of which each run performs."""
 
     def __init__(self, rng: random.Random, number: int) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ def _run(model: Any, rounds: int) -> list[Any]:
 
 
 def escapes(round_: Round) -> None:
-    """If blocks keep or change their weights in any way, outputs and weights equal the resident model's, with every
+    """If blocks keep or change their weights in any way, outputs and weights match the resident model's, with any
     number of slots and after errors during a pass."""
     rng = round_.rng
     while round_.lasts():

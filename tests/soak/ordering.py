@@ -30,8 +30,8 @@ def _sources(folder: Path, versions: Versions) -> dict[int, Path]:
 
 
 def background_saves(round_: Round) -> None:
-    """The save that began last decides which file is at a path, in whatever order saves end, for all save functions and
-    all spellings of the path. Readers get one complete save. No hidden file is left."""
+    """The file of the save that began last remains, in whatever order saves end, with all save functions and all
+    spellings of the path. Readers get one complete save. No hidden file is left."""
     rng, folder = round_.rng, round_.folder / "out"
     folder.mkdir()
     os.symlink(folder, round_.folder / "out-link")

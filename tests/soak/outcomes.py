@@ -29,7 +29,7 @@ import overwire as ow
 # Kinds of failures. The final table uses these names.
 KINDS = ("wrong bytes", "hang", "leak", "untyped error", "unexpected error", "crash")
 
-# A child process or a thread that exceeds its time by more than this number of seconds counts as hanging.
+# A child process or a thread that exceeds its time by more than this many seconds is considered to hang.
 PATIENCE = float(os.environ.get("OVERWIRE_SOAK_PATIENCE") or 60)
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -52,7 +52,7 @@ class Reported(Exception):
 
 
 def end_with_parent() -> None:
-    """Makes the kernel kill this forked process when its parent ends."""
+    """Tells the kernel to kill this forked process when its parent ends."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
@@ -77,12 +77,12 @@ class Round:
         self._until: float | None = None
         self.counts: Counter[str] = Counter()
         self.failures: list[tuple[str, str]] = []
-        self.doing = ""  # what the loop does now; failures include it
+        self.doing = ""  # what the loop is doing, for messages about failures
         self._lock = threading.Lock()
         self._children = 0
 
     def lasts(self) -> bool:
-        """Returns whether the round has time left and nothing has failed. The time begins with the first call."""
+        """Returns whether the round has time left and nothing has failed. The first call starts the clock."""
         return self.left() > 0 and not self.failures
 
     def left(self) -> float:
@@ -107,7 +107,7 @@ class Round:
 
     @contextlib.contextmanager
     def may_raise(self, *classes: type[BaseException]) -> Iterator[None]:
-        """Allows a block to end with one of these exceptions, and counts it as a refusal."""
+        """Allows a block to end with one of these exceptions, which is counted as a refusal."""
         try:
             yield
         except classes as error:
@@ -117,7 +117,7 @@ class Round:
             self.count(f"refused: {type(error).__name__}")
 
     def beside(self, *bodies: Callable[[Round, random.Random], None]) -> None:
-        """Runs each body repeatedly in its own thread, until the time is over or a body fails."""
+        """Runs each body repeatedly in its own thread, until the time is up or a body fails."""
         threads = []
         for number, body in enumerate(bodies):
             rng = random.Random(f"{self.seed} thread {number}")
@@ -183,10 +183,10 @@ class Child:
         if ends == "at once":
             os._exit(0)
         del value
-        ctypes.pythonapi.Py_Exit(0)  # exits like a program, without unwinding the parent's frames
+        ctypes.pythonapi.Py_Exit(0)  # exits as a program does, without unwinding the parent's frames
 
     def kill(self, with_signal: int = signal.SIGKILL) -> None:
-        """Sends a signal and waits for the process. Death by this signal is not a failure."""
+        """Sends a signal and waits for the process. Its death from this signal is not a failure."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, with_signal)
         self._wait(PATIENCE)
@@ -195,11 +195,11 @@ class Child:
             self.status = 0
 
     def wait(self, limit: float = PATIENCE) -> None:
-        """Waits for the process. It must end at most limit seconds after the time of the round is over."""
+        """Waits for the process, which must end at most `limit` seconds after the time of the round is up."""
         self._wait(self._round.seconds + limit)
 
     def result(self, limit: float = PATIENCE) -> Any:
-        """Returns the result of body, and adds the child's failures to the round."""
+        """Returns the result of the child's body, and adds its failures to the round."""
         self.wait(limit)
         if self.status:
             raise Failure("crash", f"a child process has ended with {self.status}")

@@ -1,4 +1,5 @@
-"""Loops that each have one kind of failure, to show that the soak test finds it. Only `--only` chooses these loops."""
+"""Loops that each fail in one way, to show that the soak test finds this kind of failure. They run only if `--only`
+names them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loops over process groups: 2 to 4 gloo processes that load together, and ranks that fail."""
+"""Loops over process groups: 2 to 4 gloo processes load together, and ranks fail."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ TIMEOUT = 20
 
 
 def loads(round_: Round) -> None:
-    """The ranks of a group load and stream whole tensors, or blocks along any dimension, together. Each rank gets its
-    parts of the files with every transport, and then exits like a program."""
+    """The ranks of a group together load and stream whole tensors, or blocks along any dimension. With every transport,
+    each rank gets its parts of the files, and then exits like a program."""
     _play(round_, _load_all)
 
 
 def losses(round_: Round) -> None:
     """If a rank raises an error, closes its stream early or is killed, the other ranks soon get an overwire error. The
-    remaining ranks can load again separately and, if no rank was killed, together."""
+    remaining ranks can load again by themselves and, if no rank was killed, together."""
     _play(round_, round_.rng.choice((_one_raises, _one_closes, _one_dies)))
 
 
@@ -164,7 +164,7 @@ def _one_dies(round_: Round, models: list[Stored], rank: int, size: int, rng: ra
 
 
 def _kill_later(seconds: float) -> None:
-    """Kills this process from a forked process after some seconds. No thread is needed."""
+    """Kills this process after some seconds. A forked process does this, so that no thread is needed."""
     pid = os.getpid()
     if os.fork() == 0:
         time.sleep(seconds)

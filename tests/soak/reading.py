@@ -1,4 +1,4 @@
-"""Loops that read: concurrent threads, and preloads."""
+"""Loops that read: with concurrent threads, and with preloads."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .outcomes import Round
 
 
 class Shared:
-    """A model that threads share: as an open file and as a pinned model. Any thread may close either of them."""
+    """A model that threads share, as an open file and as a pinned model. Any thread may close either of them."""
 
     def __init__(self, stored: Stored) -> None:
         self.stored = stored
@@ -45,8 +45,8 @@ class Shared:
 
 
 def threads(round_: Round) -> None:
-    """If threads load, slice, stream, pin, verify and close the same models at the same time, each thread gets
-    the saved bytes in its own memory, or ArgumentError if another thread has closed the model."""
+    """Threads load, slice, stream, pin, verify and close the same models at the same time. Each gets the saved bytes in
+    its own memory, or ArgumentError if another thread has closed the model."""
     rng = round_.rng
     size = rng.choice((1 << 14, 1 << 20, 1 << 22))
     models = [Shared(store(rng, round_.folder / f"m{n}", random_tensors(rng, size))) for n in range(rng.randint(1, 3))]
@@ -75,7 +75,7 @@ def _whole(round_: Round, rng: random.Random, model: Shared) -> None:
     loaded = ow.load_file(model.stored.path, device=round_.device, framework=framework, **options)
     compare_all(loaded, model.stored.tensors, names)
     round_.count("loads")
-    if framework == "pt" and rng.random() < 0.3:  # the caller owns the tensors, so other loads must not see the change
+    if framework == "pt" and rng.random() < 0.3:  # other loads must not see the change
         for tensor in loaded.values():
             as_bytes(tensor).fill_(77)
 
@@ -142,8 +142,8 @@ def _verified(round_: Round, rng: random.Random, model: Shared) -> None:
 
 
 def preloads(round_: Round) -> None:
-    """A load that joins a preload gets the current bytes of the file, even if the file was replaced, if several loads
-    join one preload, or if the preload is dropped before it ends."""
+    """A load that joins a preload gets the current bytes of the file, even if the file was replaced, several loads join
+    one preload, or the preload is dropped before it ends."""
     rng = round_.rng
     tensors = random_tensors(rng, rng.choice((1 << 16, 1 << 21)))
     while round_.lasts():

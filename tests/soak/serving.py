@@ -1,4 +1,4 @@
-"""Loops over stores: servers that are slow, cut answers or send wrong ones, and real Redis and S3 servers."""
+"""Loops over stores: servers that are slow, cut answers short or send wrong ones, and real Redis and S3 servers."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ REFUSALS = (
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Serves one object by ranges. With the probability `chance`, an answer has one of FAULTS."""
+    """Serves ranges of one object. With the probability `chance`, an answer has one of FAULTS."""
 
     protocol_version = "HTTP/1.1"
-    objects: list[tuple[str, bytes]] = []  # (ETag, bytes); only the first is served
+    objects: list[tuple[str, bytes]] = []  # pairs (ETag, bytes); only the first is served
     chance = 0.0
     faults: tuple[str, ...] = ()
     rng: random.Random
@@ -124,8 +124,8 @@ def serving(
 
 
 def servers(round_: Round) -> None:
-    """If a server cuts, stalls or refuses an answer, sends wrong lengths, ranges or ETags, or replaces its object, a
-    load gets an error of a known class, or one complete version."""
+    """If a server cuts, stalls or refuses an answer, sends a wrong length, range or ETag, or replaces its object, a
+    load gets an error of a known class or one complete version."""
     rng = round_.rng
     base = random_tensors(rng, rng.choice((1 << 12, 1 << 18, 1 << 22)))
     versions = {number: version(base, number) for number in range(3)}
@@ -162,9 +162,8 @@ def _replace(kind: type[Handler], bodies: list[bytes], round_: Round, rng: rando
 
 
 def stores(round_: Round) -> None:
-    """While one or two writers replace an object in Redis or S3 and are killed, readers get one complete version or an
-    error that the object was replaced. Afterwards, the object is complete. Servers that are not installed are
-    skipped."""
+    """One or two writers replace an object in Redis or S3 and are killed. Readers get one complete version or an error
+    that the object was replaced. Afterwards, the object is complete. Servers that are not installed are skipped."""
     import pytest
     import stores as real
 

@@ -1,4 +1,4 @@
-"""Tests the soak test in tests/soak: a short round of each cheap loop, and the report about loops that fail."""
+"""Tests the soak test itself: a short round of each cheap loop, and the report about loops that fail."""
 
 from __future__ import annotations
 

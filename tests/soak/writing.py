@@ -1,4 +1,4 @@
-"""Loops that write: writers are killed while others read, and disks are full."""
+"""Loops that write: writers are killed while others read, and disks become full."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ Versions = dict[int, Tensors]
 
 
 class Target(NamedTuple):
-    """A kind of file or set of files: the functions that write and read it, and the errors that a reader may get during
-    a write."""
+    """A kind of file or set of files: the functions that write and read it, and the errors that a reader may get while
+    it is written."""
 
     write: Callable[[random.Random, Path, Versions, int], None]
     read: Callable[[Path, Versions], Mapping[str, Any]]
@@ -100,9 +100,9 @@ TARGETS: dict[str, Target] = {
 
 
 def kills(round_: Round) -> None:
-    """A process that writes a file, shards, a bundle, a converted folder or a delta, or sleeps to a file, is killed at
-    a random time. Readers get the complete old or new model, during the write and after it. The next save removes the
-    killed writer's files."""
+    """A process that writes a file, shards, a bundle, a converted folder or a delta, or puts tensors to sleep in a
+    file, is killed at a random time. During the write and after it, readers get the complete old or new model. The next
+    save removes the killed writer's files."""
     rng = round_.rng
     name = rng.choice(list(TARGETS))
     target, folder = TARGETS[name], round_.folder / "out"
@@ -130,8 +130,8 @@ def kills(round_: Round) -> None:
 
 
 def _wait_for_an_instant(rng: random.Random, folder: Path) -> None:
-    """Waits for a random time, or until shortly after a file of the folder was renamed. Other files may still have
-    their temporary names then."""
+    """Waits for a random time, or until just after a file of the folder was renamed, when other files may still have
+    their temporary names."""
     time.sleep(rng.choice((0.2, 0.4, 0.8)) * rng.random())
     before, until = _places(folder), time.monotonic() + rng.choice((0, 1))
     while time.monotonic() < until and _places(folder) == before:
@@ -158,8 +158,8 @@ def _prepare(round_: Round, versions: Versions, target: Target, folder: Path, na
 
 
 def _names(folder: Path) -> set[str]:
-    """Returns the files of a folder. Shards that the index lists are named by their number. Old shards that were moved
-    aside are left out, because a later save removes them when they are a minute old."""
+    """Returns the files of a folder, with the shards that the index lists named by their number. Old shards that were
+    moved aside are left out, because a later save removes them once they are a minute old."""
     names = {str(path.relative_to(folder)) for path in folder.rglob("*") if ".old-" not in path.name}
     for index in folder.rglob("*.index.json"):
         listed = {str((index.parent / shard).relative_to(folder)) for shard in json.loads(index.read_text())["weight_map"].values()}
@@ -168,7 +168,7 @@ def _names(folder: Path) -> set[str]:
 
 
 def _age(folder: Path) -> None:
-    """Makes hidden files an hour old. A save removes a killed writer's files only if they are older than a few
+    """Makes hidden files an hour old, because a save removes a killed writer's files only if they are older than a few
     seconds."""
     for path in folder.rglob(".*"):
         with contextlib.suppress(FileNotFoundError):
@@ -176,7 +176,7 @@ def _age(folder: Path) -> None:
 
 
 def _write_on(round_: Round, target: Target, folder: Path, versions: Versions, log: Path) -> None:
-    """Saves versions until it is killed. Logs each version before it saves it."""
+    """Saves versions until it is killed, and logs each version before it saves it."""
     with open(log, "ab", buffering=0) as file:
         while True:
             number = round_.rng.randrange(4)
@@ -193,8 +193,8 @@ def _read_on(round_: Round, target: Target, folder: Path, versions: Versions) ->
 
 
 def _look_and_save(round_: Round, target: Target, folder: Path, versions: Versions) -> tuple[int, int]:
-    """Returns the version that a killed writer has left, and saves another version over it. This save must leave the
-    same files as in an empty folder."""
+    """Returns the version that a killed writer has left, and saves another version over it. This must leave the same
+    files as a save to an empty folder."""
     present = which(target.read(folder, versions), versions)
     _age(folder)
     number, seed, fresh = round_.rng.randrange(4), round_.rng.random(), folder.parent / "fresh"
@@ -213,7 +213,7 @@ def _look_and_save(round_: Round, target: Target, folder: Path, versions: Versio
 
 def full_disks(round_: Round) -> None:
     """If the disk is full, or a file reaches the size limit, a save raises IOFailure, and only the complete old model
-    is left. When there is space again, the same save succeeds."""
+    remains. When there is space again, the same save succeeds."""
     rng = round_.rng
     target_name = rng.choice([name for name in TARGETS if name != "copy"])
     base = random_tensors(rng, rng.choice((1 << 16, 1 << 20)))
