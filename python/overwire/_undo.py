@@ -65,7 +65,7 @@ class after_error_at_store(after_error):
     _delays = False
 
 
-class tell_error(after_error):
+class pass_error_to(after_error):
     """Like `after_error`, but passes the exception to the function as its last argument."""
 
     _tells = True

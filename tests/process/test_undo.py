@@ -1,5 +1,5 @@
-"""Tests the context managers for errors, even if Ctrl-C arrives at any of their lines: functions that run after an
-error, and errors that are kept and raised."""
+"""Tests the context managers of `_undo`, which run functions after an error, or keep an error and raise it later.
+Ctrl-C may arrive at any of their lines."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from typing import Any
 
 import pytest
 from overwire import _imports, _undo
-from overwire._undo import after_error, keep_error, tell_error
+from overwire._undo import after_error, keep_error, pass_error_to
 
 
 def test_the_function_runs_only_after_an_error() -> None:
-    """The function runs only after an error. It gets its arguments and, with `tell_error`, the error."""
+    """The function runs only after an error. It gets its arguments and, with `pass_error_to`, the error."""
     calls: list[Any] = []
     with after_error(calls.append, "unused"):
         pass
     assert calls == []
     with pytest.raises(ValueError, match="first"), after_error(calls.append, 1):
         raise ValueError("first")
-    with pytest.raises(ValueError, match="first") as caught, tell_error(lambda *all: calls.append(all), 2):
+    with pytest.raises(ValueError, match="first") as caught, pass_error_to(lambda *all: calls.append(all), 2):
         raise ValueError("first")
     assert calls == [1, (2, caught.value)]
 
@@ -46,13 +46,14 @@ def test_an_error_that_is_raised_again_needs_no_note() -> None:
     def raise_again(error: BaseException) -> None:
         raise error
 
-    with pytest.raises(ValueError) as caught, tell_error(raise_again):
+    with pytest.raises(ValueError) as caught, pass_error_to(raise_again):
         raise ValueError
     assert "__notes__" not in caught.value.__dict__
 
 
 def test_a_generator_that_is_closed_undoes_its_work() -> None:
-    """A closed generator runs the function. Python discards GeneratorExit, so an error of the function is raised."""
+    """Closing a generator runs the function. An error of the function is raised, in place of GeneratorExit, which
+    Python discards."""
     calls: list[int] = []
 
     def count(undo: Callable[..., object]) -> Iterator[int]:
@@ -70,8 +71,7 @@ def test_a_generator_that_is_closed_undoes_its_work() -> None:
 
 
 def test_ctrl_c_waits_for_the_function() -> None:
-    """An interrupt during the function is raised after the function has returned, with the first error as its
-    context."""
+    """Ctrl-C during the function is raised after the function has returned, with the first error as its context."""
     calls: list[int] = []
 
     def undo() -> None:
@@ -88,7 +88,7 @@ def test_ctrl_c_waits_for_the_function() -> None:
 
 
 class Interrupt:
-    """Ctrl-C at one line of the context manager. `at` counts the lines that run after its construction."""
+    """Ctrl-C at one line of a context manager. `at` counts the lines that run after its construction."""
 
     def __init__(self, at: int) -> None:
         self.at, self.count = at, 0
@@ -104,7 +104,7 @@ class Interrupt:
 
 
 def run_interrupted(interrupt: Interrupt, calls: list[int]) -> type[BaseException] | None:
-    undo = calls.append  # a C function, because Python discards an interrupt in a finalizer
+    undo = calls.append  # a C function, because Python discards an interrupt in a finalizer that is written in Python
     sys.settrace(interrupt)
     try:
         with after_error(undo, 1):
@@ -135,7 +135,7 @@ def test_ctrl_c_at_any_line_runs_the_function_once() -> None:
 
 
 def test_a_forked_child_runs_the_function() -> None:
-    """A child that is forked in the block runs the function, and the parent's block continues."""
+    """In a child that is forked within a block, blocks run their functions as usual. The parent's block continues."""
     calls: list[int] = []
     with after_error(calls.append, os.getpid()):
         child = os.fork()
@@ -160,13 +160,13 @@ next(stream)
 
 
 def test_an_open_generator_is_undone_at_exit() -> None:
-    """A generator that is open when the interpreter exits runs the function, and nothing else is printed."""
+    """If a generator is still open when the interpreter exits, the function runs, and nothing else is printed."""
     ended = subprocess.run([sys.executable, "-c", AT_EXIT], capture_output=True, text=True, timeout=60)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "undone\n", "")
 
 
 def test_an_error_is_kept() -> None:
-    """The first error of several blocks is kept. An earlier error can be passed to the constructor."""
+    """Of several blocks, the first error is kept. An earlier error can be passed to the constructor."""
     failure = keep_error()
     with failure:
         pass

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from .._undo import tell_error
+from .._undo import pass_error_to
 from ..errors import ArgumentError, NotSupportedError
 from .away import bring
 from .blocks import find_blocks
@@ -182,7 +182,7 @@ def stream_blocks(
     """
     inference = any(tensor.is_inference() for tensor in model.parameters())
     offloaded = (FixedBlocks if static else Offloaded)(device, inference)
-    with tell_error(offloaded._close_after), torch.inference_mode(inference), torch.no_grad():
+    with pass_error_to(offloaded._close_after), torch.inference_mode(inference), torch.no_grad():
         offloaded._begin_streaming(find_blocks(model, blocks), list(moved), keep, 2, where=where)
     return offloaded
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from .. import _verbs, errors
 from .._engine import forked
-from .._undo import after_error, tell_error
+from .._undo import after_error, pass_error_to
 from ..errors import ArgumentError, NotSupportedError, OutOfMemoryError
 from ..frameworks.choose import check_device, frame_for, prepare_gpu
 from ..jobs import log
@@ -489,7 +489,7 @@ def _offload_model(
         if weights is not None:
             stack.callback(weights.close_files)
             stack.enter_context(after_error(weights.take_memory))
-        stack.enter_context(tell_error(handle._close_after))
+        stack.enter_context(pass_error_to(handle._close_after))
         stack.enter_context(torch.inference_mode(inference))
         stack.enter_context(torch.no_grad())
         if weights is not None:

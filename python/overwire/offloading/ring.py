@@ -33,7 +33,7 @@ import torch
 
 from .. import gpu
 from .._locks import new_lock
-from .._undo import after_error, tell_error
+from .._undo import after_error, pass_error_to
 from ..errors import NotSupportedError
 from ..frameworks.torch import _errors_of
 from .stored import SharedMemory, StoredBlock, StoredMemory, decode_on_host
@@ -376,7 +376,7 @@ class _GPUCarrier:
             if self._group is not None and isinstance(memory, SharedMemory):
                 if len(self._coming) == self._buffers:
                     self._decode_oldest()
-                with tell_error(self._group.leave_step):  # the group's copies must be those in `_coming`
+                with pass_error_to(self._group.leave_step):  # the group's copies must be those in `_coming`
                     self._group.fetch_part(memory, self._decoding.cuda_stream)
                     self._coming.append((memory, block, slot))
             elif memory.is_on_device:
@@ -393,7 +393,7 @@ class _GPUCarrier:
     def _decode_oldest(self) -> None:
         assert self._group is not None
         memory, block, slot = self._coming[0]
-        with tell_error(self._group.leave_step):  # after an error the slot is never ready
+        with pass_error_to(self._group.leave_step):  # after an error the slot is never ready
             source = self._group.take_block(memory, self._decoding.cuda_stream)
             self._decode_block(block, slot, source)
             self._coming.popleft()
@@ -435,7 +435,7 @@ class _GPUCarrier:
                 self._decode_oldest()
         if slot.decoding is None:
             return
-        with tell_error(self._group.leave_step) if self._group is not None else nullcontext():
+        with pass_error_to(self._group.leave_step) if self._group is not None else nullcontext():
             for error in slot.decoding.wait():
                 if isinstance(error, BaseException):
                     raise error

@@ -23,7 +23,7 @@ import torch
 from .. import _verbs
 from .._engine import release
 from .._imports import skip_at_exit
-from .._undo import tell_error
+from .._undo import pass_error_to
 from ..distributed import group as ranks
 from ..distributed.meeting import meet
 from ..errors import ArgumentError, IOFailure, NotSupportedError, OverwireError
@@ -227,7 +227,7 @@ class BlockGroup:
     @contextmanager
     def _going_on(self, name: str) -> Iterator[None]:
         # The ranks are out of step after any exception.
-        with tell_error(self.leave_step):
+        with pass_error_to(self.leave_step):
             try:
                 if self._broken:
                     raise IOFailure(f"the group cannot be used after an earlier error: {self._broken}")

@@ -13,7 +13,7 @@ from .._engine import HandleOwner, refuse_child
 from .._imports import start_thread
 from .._order import Saver
 from .._order import lock as _lock
-from .._undo import after_error, keep_error, tell_error
+from .._undo import after_error, keep_error, pass_error_to
 from ..errors import ArgumentError, CancelledError, DeadlineError
 from ..jobs import Job, log, shown, time_limit
 from ..progress import Progress, spell_count
@@ -253,7 +253,7 @@ def begin(
     change. start: starts the job. key: the path of the bundle or checkpoint to which `path` belongs. is_sharded:
     whether `path` names a set of shards."""
     saving = Saving([key, path] if key else [path], is_sharded)
-    with tell_error(saving._end_unstarted, after):
+    with pass_error_to(saving._end_unstarted, after):
         saving.claim_paths()
         saving._job = start()
         with after_error(saving._job.abandon):

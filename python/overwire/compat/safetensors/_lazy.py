@@ -13,7 +13,7 @@ from typing import Any
 
 import overwire
 from overwire._compat_api import KeptFile, new_lock, prepare_gpu
-from overwire._undo import after_error, tell_error
+from overwire._undo import after_error, pass_error_to
 
 from ._errors import reading
 from ._files import safe_open
@@ -225,7 +225,7 @@ class _Pass:
             self.begin()
             if self._failed is not None:
                 raise self._failed
-            with tell_error(setattr, self, "_failed"), after_error(self._landed.clear):
+            with pass_error_to(setattr, self, "_failed"), after_error(self._landed.clear):
                 while (path, name) not in self._landed:
                     key, tensor = next(self._arrivals)
                     self._landed[key] = tensor

@@ -27,7 +27,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..._compat_api import new_lock
-from ..._undo import tell_error
+from ..._undo import pass_error_to
 from .copies import Copy, Destinations, Stored, memory_range
 from .open_files import Opening, Sheet
 
@@ -173,7 +173,7 @@ class Recorder:
         self._size = 0
         if self._works or self._count_stand_ins() > _KEPT:
             return
-        with tell_error(setattr, self, "failed"):
+        with pass_error_to(setattr, self, "failed"):
             with self.pause():
                 self._noted = self._early(self._noted)
             self._offered = True
