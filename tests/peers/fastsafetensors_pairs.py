@@ -1,5 +1,5 @@
-"""Runs a rank of tests/peers/test_fastsafetensors_release.py, which shares F4 tensors with the real package and with
-overwire's. The arguments are a folder, the rank, and the number of ranks."""
+"""Runs a rank of tests/peers/test_fastsafetensors_release.py, which shares F4 tensors through the real package and
+through overwire's. The arguments are a folder, the rank, and the number of ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def raw(tensor: torch.Tensor) -> list[Any]:
 
 
 def share(package: Any, paths: list[str]) -> list[Any]:
-    """Returns what each collective of the package gives a program from the file's tensors."""
+    """Returns what each collective function of the package returns for the file's tensors."""
     kinds = importlib.import_module(f"{package.__name__}.st_types")
     loader = package.SafeTensorsFileLoader(dist.group.WORLD, "cpu", nogds=True)
     loader.add_filenames(dict(enumerate([path] for path in paths)))
@@ -57,8 +57,8 @@ def main() -> None:
     paths = [str(folder / "a.safetensors"), str(folder / "b.safetensors")]
     seen = [share(package, paths) for package in (importlib.import_module("fastsafetensors"), ours)]
     assert seen[0] == seen[1]
-    # A block with an odd number of F4 elements raises an error on every rank. Only overwire's package is tested,
-    # because with the real package the other ranks hang.
+    # A block with an odd number of F4 elements raises an error on every rank. This is only tested with overwire's
+    # package, because with the real one the other ranks hang.
     loader = ours.SafeTensorsFileLoader(dist.group.WORLD, "cpu", nogds=True)
     loader.add_filenames({0: [str(folder / "odd.safetensors")]})
     buffer = loader.copy_files_to_device()
@@ -73,7 +73,7 @@ def main() -> None:
     dist.barrier()
     dist.destroy_process_group()
     print("done", flush=True)
-    os._exit(0)  # C++ threads of gloo or of the real package may abort a normal exit
+    os._exit(0)  # C++ threads of gloo or of the real package may abort the process in a normal exit
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Has helpers for the tests of overwire.compat.fastsafetensors."""
+"""Helpers for the tests of overwire.compat.fastsafetensors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from conftest import every_dtype
 
 
 def plain(value: Any) -> Any:
-    """Returns values in plain types, because each package has its own classes."""
+    """Converts values to plain types, because each package has its own classes."""
     if isinstance(value, torch.Tensor):
         return value.dtype, tuple(value.shape), value.contiguous().reshape(-1).view(torch.uint8).tolist()
     if isinstance(value, dict):
@@ -27,7 +27,7 @@ def plain(value: Any) -> Any:
 
 
 def two_files(tmp_path: Path) -> list[str]:
-    """Writes a plain and a compressed file with every dtype."""
+    """Writes a plain file and a compressed one. Together they have every dtype."""
     tensors = every_dtype()
     plain, compressed = str(tmp_path / "plain.safetensors"), str(tmp_path / "compressed.safetensors")
     ow.save_file(tensors, plain, {"made": "here"}, compress=False)
@@ -36,7 +36,7 @@ def two_files(tmp_path: Path) -> list[str]:
 
 
 def load(paths: list[str], **named: Any) -> tuple[Any, Any]:
-    """Returns the loader and the buffer of files that are loaded without a group."""
+    """Loads files without a group, and returns the loader and the buffer."""
     loader = fst.SafeTensorsFileLoader(fst.SingleGroup(), torch.device("cpu"), **named)
     loader.add_filenames({0: paths})
     return loader, loader.copy_files_to_device()

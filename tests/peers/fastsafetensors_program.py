@@ -1,7 +1,8 @@
-"""Calls fastsafetensors 0.5 like a program and prints the results as JSON. tests/peers/test_fastsafetensors_later.py
-runs it with the real package and with overwire's. The arguments are a folder for output and the known dtypes."""
+"""Calls fastsafetensors 0.5 as a program would, and prints the results as JSON.
+tests/peers/test_fastsafetensors_later.py runs it with the real package and with overwire's. The arguments are a folder
+for output, and the dtypes that the real package knows."""
 
-# Functions that are made in a loop are called in the same iteration.
+# Functions that are made in a loop are called within the same iteration.
 # ruff: noqa: B023
 
 import json

@@ -104,7 +104,7 @@ if __name__ == "__main__":
     dist.init_process_group("gloo", rank=int(sys.argv[2]), world_size=2, store=store, timeout=datetime.timedelta(seconds=60))
     a, b = str(folder / "a.safetensors"), str(folder / "b.safetensors")
     sharing(folder, dist.group.WORLD, {0: [a], 1: [b]})
-    alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]  # the only rank of this group is 0
+    alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]  # this rank's number in the group is 0
     sharing(folder, alone, {0: [a, b]})
     failing(folder)
     dist.barrier()

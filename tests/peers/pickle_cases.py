@@ -1,7 +1,7 @@
 """Makes random hostile pickles and their blobs for `pickle_fuzz`.
 
-They are changed and recombined output of overwire's pickler, or programs that call everything on the allow-list with
-nearly right arguments.
+A pickle is changed and recombined output of overwire's pickler, or a program that calls everything on the allow-list
+with nearly right arguments.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ OPCODES += [code + struct.pack("<Q", size) for code in (b"\x8e", b"\x96", b"\x95
 
 
 class Maker:
-    """Makes cases from one random source."""
+    """Makes cases from one source of random numbers."""
 
     def __init__(self, chance: random.Random) -> None:
         self.r = chance
@@ -140,7 +140,7 @@ class Maker:
         self.memos = 0
 
     def case(self) -> tuple[bytes, list[bytes], bool]:
-        """Returns a pickle, its blobs, and whether each blob ends directly before an inaccessible page."""
+        """Returns a pickle, its blobs, and whether each blob ends just before an inaccessible page."""
         last = self.r.random() < 0.7
         if self.r.random() < 0.55:
             data, blobs = self._mutant()
@@ -158,7 +158,7 @@ class Maker:
     def _mutant(self) -> tuple[bytes, list[bytes]]:
         r = self.r
         ops, blobs = (list(part) for part in r.choice(seeds()))
-        if r.random() < 0.25:  # combines two pickles
+        if r.random() < 0.25:  # a combination of two pickles
             other, more = r.choice(seeds())
             at = r.randrange(len(ops))
             start = r.randrange(1, len(other))
@@ -222,7 +222,7 @@ class Maker:
             flat = flat[: r.randrange(len(flat))]
         return bytes(flat)
 
-    # programs of calls
+    # a program of calls
 
     def _program(self) -> tuple[bytes, list[bytes]]:
         r = self.r
@@ -285,7 +285,7 @@ class Maker:
         return self._call(depth + 1)
 
     def _mutate(self) -> bytes:
-        """Changes a value that was made earlier."""
+        """Changes a value that the pickle has made earlier."""
         r = self.r
         target = b"h" + bytes((r.randrange(self.memos),)) if self.memos else self._value(2)
         kind = r.randrange(5)
@@ -374,7 +374,7 @@ class Maker:
         return named("torch._utils", "_rebuild_tensor_v2") + b"(" + storage + rest + flags + b"}" + metadata + b"tR"
 
     def _index(self, dtype: str, size: tuple[int, ...], numbers: list[int]) -> bytes:
-        """Makes a tensor of indices. In most cases, the given numbers are in a blob of their own."""
+        """Makes a tensor of indices. In most cases, the given numbers get a blob of their own."""
         r = self.r
         if numbers and r.random() < 0.3:
             numbers = list(numbers)

@@ -1,4 +1,4 @@
-"""Loads random hostile bundles. Each must load or be refused with an overwire error.
+"""Loads random hostile bundles, each of which must load or be refused with an overwire error.
 
     python tests/peers/pickle_fuzz.py --cases 1000000 --seed 7      also under `make asan`
     python tests/peers/pickle_fuzz.py --seed 7 --only 123456        repeats one case
@@ -31,17 +31,17 @@ from typing import Any
 
 from pickle_cases import Maker
 
-CASES_EACH = 20_000  # cases of each process
+CASES_EACH = 20_000  # cases per process
 SLOW = 30.0  # at most this many CPU seconds per case; a valid case takes milliseconds
-HANG = 300  # seconds without progress until a process is ended
+HANG = 300  # a process that makes no progress for this many seconds is ended
 GROWTH = 1 << 20  # a process may grow by this many KiB; a case has a few kilobytes
 
 PAGE = mmap.PAGESIZE
 
 
 class Fenced:
-    """`unpickling.Blobs` with each blob in its own pages between inaccessible pages. A blob begins at the start of its
-    pages or ends at their end."""
+    """Like `unpickling.Blobs`, but each blob has its own pages between inaccessible ones. It starts where its pages
+    start, or ends where they end."""
 
     def __init__(self, count: int, most: int) -> None:
         self._size = -(-most // PAGE) * PAGE
@@ -101,7 +101,7 @@ class Fenced:
 
 
 def touch(made: Any) -> None:
-    """Reads every byte of all tensors and arrays that can be reached."""
+    """Reads every byte of all tensors and arrays that can be reached from an object."""
     import numpy as np
     import torch
 

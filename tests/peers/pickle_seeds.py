@@ -1,4 +1,4 @@
-"""Makes valid bundles of every kind as lists of opcodes, which `pickle_cases` changes."""
+"""Makes valid bundles of every kind, as lists of opcodes for `pickle_cases` to change."""
 
 from __future__ import annotations
 
@@ -99,6 +99,6 @@ def seeds() -> list[tuple[list[bytes], list[bytes]]]:
         for blob in blobs:
             one = described(blob)
             contents.append(ctypes.string_at(one.pointer, one.nbytes))
-        # Frames are removed, because their lengths would be wrong after a change.
+        # Removes frames, because their lengths would be wrong after a change.
         made.append(([op for op in ops if op[:1] != pickle.FRAME], contents))
     return made

@@ -46,7 +46,7 @@ OTHERS = {
 
 
 def content(size: int, seed: int = 3) -> bytes:
-    """Returns moderately compressible bytes with long and short runs."""
+    """Returns moderately compressible bytes, with long and short runs."""
     r = random.Random(seed)
     words = [r.randbytes(r.randrange(3, 40)) for _ in range(300)]
     out = bytearray()
@@ -79,7 +79,7 @@ def test_raw_streams_are_exchanged_with_other_libraries(algorithm: str, contents
         assert codecs.content_size(theirs, algorithm, bitstream="raw") == size
 
 
-# Formats of numcodecs that equal a bitstream of overwire: (codec of numcodecs, algorithm, bitstream).
+# Formats of numcodecs that are the same as a bitstream of overwire: (codec of numcodecs, algorithm, bitstream).
 NUMCODECS = {
     "lz4": (numcodecs.LZ4(), "LZ4", "with_size"),
     "zstd": (numcodecs.Zstd(), "Zstd", "raw"),
@@ -127,8 +127,8 @@ def test_reference_libraries_decode_native_chunks(algorithm: str, contents: dict
 
 
 def _nvcomp_cpu() -> Any:
-    """Returns (compress, decompress) of nvCOMP's GDeflate for the CPU, with the declarations of its public header
-    nvcomp/native/gdeflate_cpu.h, or None if no wheel of nvCOMP is installed."""
+    """Returns (compress, decompress) of nvCOMP's GDeflate for the CPU, or None if no wheel of nvCOMP is installed. The
+    functions are called as its public header nvcomp/native/gdeflate_cpu.h declares them."""
     for wheel in ("nvidia-libnvcomp-cu13", "nvidia-libnvcomp-cu12"):
         try:
             files = metadata.distribution(wheel).files or []
@@ -183,7 +183,7 @@ def test_gdeflate_streams_are_exchanged_with_nvcomp(seed: int) -> None:
 
 @pytest.mark.parametrize("dtype", ["I8", "U8", "I16", "U16", "I32", "U32", "I64", "U64"])
 def test_cascaded_of_every_type(dtype: str) -> None:
-    """Runs and ramps of integers are compressed, with any layers, and no byte is lost."""
+    """Runs and ramps of integers are compressed without loss, with any number of layers."""
     import numpy
 
     numbers = numpy.repeat(numpy.arange(2000) // 3, 5).astype(dtype.replace("I", "int").replace("U", "uint"))
@@ -205,7 +205,7 @@ def test_cascaded_of_every_type(dtype: str) -> None:
 
 
 def test_frames_of_streaming_writers_decode() -> None:
-    """Zstandard frames without a length, several frames, and several gzip members are decoded, as in files."""
+    """Zstandard frames without a length, several frames in a row, and several gzip members are decoded, as in files."""
     plain = content(300_000)
     c = zstandard.ZstdCompressor().compressobj()
     unsized = c.compress(plain) + c.flush()
@@ -272,8 +272,8 @@ def _parts(nbytes: int, *extents: tuple[int, int]) -> list[memoryview]:
 @pytest.mark.parametrize("kind", codecs.BITSTREAMS)
 @pytest.mark.parametrize("algorithm", codecs.algorithms())
 def test_outputs_that_overlap_are_refused_before_anything_is_written(algorithm: str, kind: str) -> None:
-    """An output that overlaps a source or another output, in part or as a whole, is refused before anything is written,
-    even in lists."""
+    """An output that overlaps a source or another output, partly or completely, is refused before anything is written,
+    also within lists."""
     plain = content(3000)
     stored = bytes(codecs.encode(plain, algorithm, bitstream=kind))
     most = codecs.max_size(len(plain), algorithm, bitstream=kind)
@@ -305,7 +305,7 @@ def test_outputs_that_overlap_are_refused_before_anything_is_written(algorithm: 
         with pytest.raises(ow.ArgumentError, match="out overlaps the source"):  # out overlaps another source
             work([a, b], [over, None])
         assert a == b == source and not any(second)
-        # Adjacent buffers, a repeated source, an empty source inside an output, and a missing output are allowed.
+        # These are allowed: adjacent buffers, a repeated source, an empty source inside an output, and no output.
         a, first, second = _parts(n + 2 * need, (0, n), (n, need), (n + need, need))
         a[:] = source
         made = work([a, a], [second, first])
@@ -392,7 +392,7 @@ def test_gpu_memory_is_refused(kind: type[OfAGPU]) -> None:
 
 
 def test_results_outlive_their_sources_and_are_freed() -> None:
-    """After hundreds of batches, no memory is still allocated, and a view keeps its memory."""
+    """After hundreds of batches, no memory is left allocated. A view keeps its memory."""
     kept = codecs.decode(codecs.encode(content(500_000), "snappy"))
     before = _resident()
     made = codecs.encode(content(1_000_000), "snappy")
@@ -408,7 +408,7 @@ def _resident() -> int:
 
 
 def test_the_error_for_another_writers_stream_names_its_reader() -> None:
-    """If a stream starts like neither overwire's nor nvCOMP 2.2's, it is refused, and the error says what to
+    """A stream that starts neither like overwire's nor like nvCOMP 2.2's is refused, and the error says what to
     install."""
     made = bytearray(codecs.encode(content(5000), "LZ4", checksums=True))
     made[:5] = b"\x01\x02\x03\x04\x06"
@@ -461,7 +461,7 @@ def test_other_threads_run_during_encoding() -> None:
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core")
 @pytest.mark.parametrize("algorithm", ["LZ4", "GDeflate"])
 def test_a_list_is_decoded_on_all_cores(algorithm: str) -> None:
-    """At least two engine threads, and not Python's thread, decode the blocks of a raw list."""
+    """At least two threads of the engine, and not Python's thread, decode the blocks of a raw list."""
     made = codecs.encode([content(1_000_000)] * 8, algorithm, bitstream="raw")
 
     def busy() -> dict[str, int]:
@@ -471,7 +471,7 @@ def test_a_list_is_decoded_on_all_cores(algorithm: str) -> None:
                 times[thread] = int(f.read().split()[0])
         return times
 
-    codecs.decode(made[:2], algorithm, bitstream="raw")  # starts the threads
+    codecs.decode(made[:2], algorithm, bitstream="raw")  # starts the engine's threads
     mine = str(threading.get_native_id())
     for _ in range(20):
         before = busy()

@@ -33,7 +33,7 @@ KINDS = tuple(nvcomp.BitstreamKind)
 
 
 def test_every_name_of_the_api_pages_exists() -> None:
-    """Every name on nvCOMP's API pages for 5.0, 5.3 and 6.0 exists."""
+    """Every name on nvCOMP's API pages of 5.0, 5.3 and 6.0 exists."""
     for name in (
         "Array ArrayBufferKind BatchArray BitcompMode BitshuffleMode BitstreamKind CascadedCoarseGrainedEncoding "
         "CascadedFineGrainedEncoding CascadedMode CascadedTerminalCodec ChecksumPolicy Codec CompressConfig CudaStream "
@@ -84,7 +84,8 @@ def test_enums(kind: str, members: dict[str, int]) -> None:
 
 
 def test_unmodified_programs_import_it(tmp_path: Any) -> None:
-    """Programs can import the module through the compat path or after install, even with other nvidia wheels."""
+    """Unmodified programs can import the module through the compat path or after `install`, even next to other nvidia
+    wheels."""
     (tmp_path / "nvidia" / "other").mkdir(parents=True)
     (tmp_path / "nvidia" / "other" / "__init__.py").write_text("here = True\n")
     folder, home = overwire.compat.path("nvcomp"), Path(overwire.__file__).parents[1]
@@ -118,7 +119,7 @@ class _Ai:
 
 @pytest.mark.parametrize("how", [capsule, torch.from_numpy, lambda a: a, _Ai, memoryview])
 def test_arrays_share_memory_and_keep_it_alive(how: Callable[[Any], Any]) -> None:
-    """Arrays from every protocol share the source's memory, have its shape and type, and keep the source alive."""
+    """Arrays made through every protocol share the source's memory, have its shape and type, and keep it alive."""
 
     class Watched(numpy.ndarray[Any, Any]):
         pass
@@ -228,7 +229,8 @@ def test_batches_of_arrays() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", NAMES)
 def test_round_trips(name: str, kind: nvcomp.BitstreamKind) -> None:
-    """Arrays, batches and empty data round-trip, with names in any case and with the header's algorithm."""
+    """Arrays, batches and empty data round-trip, with names of algorithms in any case, or without a name, which the
+    header has."""
     codec = nvcomp.Codec(algorithm=name.swapcase(), bitstream_kind=kind)
     deduce = nvcomp.Codec() if kind is nvcomp.BitstreamKind.NVCOMP_NATIVE else codec
     for size in SIZES[:-1]:
@@ -248,7 +250,8 @@ def test_round_trips(name: str, kind: nvcomp.BitstreamKind) -> None:
 
 @pytest.mark.parametrize("name", sorted(OTHERS))
 def test_streams_of_reference_libraries(name: str) -> None:
-    """liblz4, snap, libzstd and zlib exchange RAW and WITH_UNCOMPRESSED_SIZE streams. NATIVE contains RAW streams."""
+    """RAW and WITH_UNCOMPRESSED_SIZE streams are exchanged with liblz4, snap, libzstd and zlib. NATIVE streams contain
+    RAW ones."""
     encode, decode = OTHERS[name]
     for size in SIZES:
         plain = content(size)
@@ -310,7 +313,7 @@ def test_arguments_that_are_refused() -> None:
 
 
 def test_out() -> None:
-    """A result has the address of the caller's memory. If memory is too small, only an overwire Array is resized."""
+    """A result with out= is in the caller's memory. If that is too small, only an overwire Array is resized."""
     plain = content(5000)
     codec = nvcomp.Codec(algorithm="lz4")
     made = codec.encode(plain)
@@ -401,7 +404,7 @@ def test_checksums() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_damaged_streams_raise(name: str, seed: int) -> None:
-    """A truncated or changed stream raises an error, or gives as many bytes as it declares, and never crashes."""
+    """A truncated or changed stream raises an error or gives as many bytes as it declares. It never crashes."""
     import random
 
     r = random.Random(seed)
@@ -422,7 +425,7 @@ def test_damaged_streams_raise(name: str, seed: int) -> None:
 
 
 def test_algorithms_that_only_nvcomp_has() -> None:
-    """If only nvCOMP has an algorithm, the error names nvCOMP's wheel. X16 streams are not marked as ANS."""
+    """For an algorithm that only nvCOMP has, the error names nvCOMP's wheel. X16 streams are not marked as ANS."""
     listed = nvcomp.backends()
     assert set(listed) == {*NAMES, *original.ALGORITHMS} and all(listed[n].startswith("cpu") for n in NAMES)
     if original._newest_wheel() is not None:
@@ -448,7 +451,7 @@ def test_streams_without_a_gpu() -> None:
 
 
 class Pool:
-    """An allocator that uses ctypes and records the sizes in use."""
+    """An allocator that uses ctypes and records the sizes of the memory in use."""
 
     def __init__(self) -> None:
         self.out: list[int] = []
@@ -479,7 +482,8 @@ def default_allocators() -> Any:
 
 @pytest.mark.usefixtures("default_allocators")
 def test_host_allocator() -> None:
-    """Results are in the allocator's memory, freed with their last holder. Old buffers stay valid after a reset."""
+    """Results are in the allocator's memory, which is freed with their last holder. Old buffers stay valid after a
+    reset."""
     pool, codec = Pool(), nvcomp.Codec(algorithm="lz4")
     nvcomp.set_host_allocator(pool)
     made = codec.encode(content(3000))
@@ -488,7 +492,7 @@ def test_host_allocator() -> None:
     assert pool.out[-1] == 3000 and bytes(back[0]) == content(3000) and bytes(back[1]) == b""
     assert all(s.ptr == 0 and s.device == -1 and s.is_special for s in pool.streams)
     other = Pool()
-    nvcomp.set_host_allocator(other)  # buffers of the first allocator are still in use
+    nvcomp.set_host_allocator(other)  # the first allocator's buffers are still in use
     held = torch.from_dlpack(back[0])
     nvcomp.set_host_allocator(None)
     assert not other.out and codec.decode(made).capacity == 3000
@@ -564,7 +568,8 @@ def test_context_manager_and_threads() -> None:
 
 
 def test_exit_with_live_objects(torch_script: Any) -> None:
-    """The interpreter exits cleanly with live codecs, arrays, capsules and tensors, even in cycles and threads."""
+    """The interpreter exits cleanly while codecs, arrays, capsules and tensors are alive, even in cycles and
+    threads."""
     done = torch_script(
         """
 import threading
@@ -586,7 +591,7 @@ print("end")
 
 
 def test_a_thousand_decodes_need_no_more_memory(script: Any) -> None:
-    """A thousand decodes do not increase memory."""
+    """The process does not grow over a thousand decodes."""
     done = script(
         """
 import gc, json, os, overwire.compat.nvcomp as nvcomp

@@ -19,7 +19,7 @@ from test_compat_nvcomp import NAMES
 
 
 def test_the_api_page_of_5_0() -> None:
-    """Every call on the page for 5.0 works, with the argument names, positions and defaults of the page."""
+    """Every call on the page of 5.0 works, with the argument names, positions and defaults that the page gives."""
     array = nvcomp.as_array(source=bytearray(b"some bytes"), cuda_stream=0)
     page: dict[Any, tuple[str, ...]] = {
         nvcomp.Codec.encode: ("self", "array"),
@@ -97,8 +97,8 @@ def test_every_checksum_policy(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_outputs_that_overlap_are_refused(name: str) -> None:
-    """Outputs that overlap another output or another source, and one Array for two results, raise ArgumentError.
-    Nothing is written."""
+    """An output that overlaps another output or a source, and one Array for two results, raise ArgumentError before
+    anything is written."""
     plain = content(3000)
     codec = nvcomp.Codec(algorithm=name)
     made = codec.encode(plain)
@@ -123,8 +123,8 @@ def test_outputs_that_overlap_are_refused(name: str) -> None:
 
 
 def test_strides_are_a_tuple() -> None:
-    """Strides are a tuple, as in nvCOMP, even for dense and empty Arrays and for results. In the array interfaces, they
-    are None."""
+    """`strides` is a tuple, as in nvCOMP, even for dense and empty Arrays and for results. In the array interfaces it
+    is None."""
     codec = nvcomp.Codec(algorithm="LZ4", data_type="<i4")
     for array, want in (
         (nvcomp.as_array(numpy.zeros((2, 3, 4), numpy.int16)), (24, 8, 2)),
@@ -140,8 +140,8 @@ def test_strides_are_a_tuple() -> None:
 
 
 def test_errors_for_nvcomps_streams_name_its_wheel() -> None:
-    """Native and Cascaded streams from nvCOMP, and those with a length prefix, are refused. The error has the class for
-    their kind and names nvCOMP's wheel."""
+    """nvCOMP's native and Cascaded streams, and those with a length prefix, are refused without nvCOMP. The error has
+    the class for its kind and names nvCOMP's wheel."""
     if original.usable():
         pytest.skip("nvCOMP is installed and reads them")
     theirs = bytearray(bytes(nvcomp.Codec(algorithm="lz4").encode(content(1000))))
@@ -168,7 +168,7 @@ def test_errors_for_nvcomps_streams_name_its_wheel() -> None:
 
 
 def test_versions_of_nvcomp_that_are_refused(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Versions of nvCOMP that are older than 5 or newer than the known ones count as missing, and the error says
+    """A version of nvCOMP that is older than 5, or newer than the known ones, counts as missing, and the error says
     why."""
     monkeypatch.syspath_prepend(str(tmp_path))
     for version, text in (("4.2.0", "too old"), ("7.0.1", "too new"), ("6.0.0", "no extension for this Python")):
@@ -185,8 +185,7 @@ def test_versions_of_nvcomp_that_are_refused(tmp_path: Any, monkeypatch: pytest.
 @pytest.mark.skipif(original._newest_wheel() is None, reason="nvCOMP's wheels are not installed")
 @pytest.mark.parametrize("first", ["", "import nvidia.nvcomp", "import overwire.compat; overwire.compat.install('nvcomp')"])
 def test_nvcomp_is_loaded_once(first: str, script: Any) -> None:
-    """nvCOMP is loaded only once, even if a program imports it before or after overwire, because a second copy would
-    crash."""
+    """nvCOMP is loaded only once, whether a program imports it before or after overwire. A second copy would crash."""
     done = script(
         f"{first}\n"
         "from overwire.compat.nvcomp import original\n"
@@ -200,7 +199,8 @@ def test_nvcomp_is_loaded_once(first: str, script: Any) -> None:
 
 @pytest.mark.skipif(original._newest_wheel() is not None, reason="nvCOMP is installed: bench/gpu/device_nvcomp.py uses it")
 def test_the_script_for_real_nvcomp_works() -> None:
-    """bench/gpu/device_nvcomp.py reports right and wrong cases. It needs a GPU, so here this module replaces nvCOMP."""
+    """bench/gpu/device_nvcomp.py reports right and wrong cases. It needs a GPU, so here the drop-in takes the place of
+    nvCOMP."""
     command = [sys.executable, str(ROOT / "bench/gpu/device_nvcomp.py"), "--json", "--module", "overwire.compat.nvcomp"]
     command += ["--sizes", "0,7,65537", "--only", "LZ4,ANS"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -1,5 +1,5 @@
-"""Tests the methods of open files that safetensors 0.9 adds, in overwire.compat.safetensors. If the original has them,
-the tests compare both."""
+"""Tests, in overwire.compat.safetensors, the methods of open files that safetensors 0.9 adds. If the installed original
+has them, both are compared."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def is_packed(path: pathlib.Path) -> bool:
 
 
 def test_entries_of_the_header(files: Any) -> None:
-    """get_tensor_meta returns an entry of the header, which cannot be changed. The offsets of a compressed file are
-    those of the decoded bytes without gaps."""
+    """get_tensor_meta returns a read-only entry of the header. In a compressed file, its offsets are those of the
+    decoded bytes without gaps."""
     path, tensors = files
     plain = ours_pt.save(tensors)
     size = int.from_bytes(plain[:8], "little")
@@ -89,12 +89,12 @@ def test_every_tensor_once(files: Any) -> None:
     assert list(loader) == [] and came.keys() == tensors.keys()
     for name, tensor in came.items():
         same(tensor, tensors[name])
-        tensor.view(-1)[:1].zero_()  # each tensor belongs to the caller
+        tensor.view(-1)[:1].zero_()  # the caller owns each tensor
     assert loader.names() == order
 
 
 def test_rows_of_a_plan(files: Any) -> None:
-    """The rows of a plan equal those of a tensor's slice, and only these rows are returned."""
+    """A plan's rows are the same as a slice of the tensor, and only these rows are returned."""
     path, tensors = files
     rows = [slice(None), slice(1, 3), slice(-2, None), slice(2, 1), slice(3, None), slice(None, -1), slice(True, 2)]
     many = [name for name, tensor in tensors.items() if tensor.dim() and tensor.shape[0] >= 3]
@@ -112,7 +112,7 @@ def test_rows_of_a_plan(files: Any) -> None:
 
 
 def test_closed_loaders(files: Any) -> None:
-    """A closed loader returns nothing more. Tensors that it has returned stay valid, and it frees the other tensors."""
+    """A closed loader returns no more tensors. Those that it has returned stay valid, and the others are freed."""
     path, tensors = files
     with ours.safe_open(path, "pt").prefetch() as loader:
         name, tensor = next(iter(loader))
@@ -140,7 +140,7 @@ def test_threads_share_a_loader(files: Any) -> None:
 
 
 def test_threads_share_entries(tmp_path: pathlib.Path, monkeypatch: Any) -> None:
-    """If a thread requests an entry while another thread creates all entries, it gets the right entry."""
+    """A thread that requests an entry while another thread creates all entries gets the right entry."""
     path = tmp_path / "x.safetensors"
     ours_pt.save_file({f"t{n}": torch.zeros(n) for n in range(3)}, path)
     file = ours.safe_open(path, "pt")
@@ -160,11 +160,11 @@ def test_threads_share_entries(tmp_path: pathlib.Path, monkeypatch: Any) -> None
 
 
 def test_a_signal_handler_cannot_take_from_a_loader(files: Any, monkeypatch: Any) -> None:
-    """If a signal handler interrupts a loader and takes from it, the handler gets an error. The loader continues."""
+    """A signal handler that takes from the loader which it interrupts gets an error. The loader continues."""
     path, tensors = files
     refused = []
 
-    def interrupt(now: Any) -> None:  # like a handler, on the thread that waits for a tensor and holds the lock
+    def interrupt(now: Any) -> None:  # as in a handler, on the thread that waits for a tensor and holds the lock
         with pytest.raises(ours.SafetensorError, match="a signal handler used"):
             loader.take("one")
         refused.append(now)
@@ -177,8 +177,8 @@ def test_a_signal_handler_cannot_take_from_a_loader(files: Any, monkeypatch: Any
 
 
 def test_a_forked_child_cannot_use_its_parents_loader(tmp_path: pathlib.Path, torch_script: Any) -> None:
-    """If a forked child uses its parent's loader, it is refused immediately, even if a thread of the parent waits in
-    the loader. The loader continues in the parent."""
+    """A forked child that uses its parent's loader is refused immediately, even if a thread of the parent waits in the
+    loader. The loader continues in the parent."""
     torch_script(
         """
 import os, signal, threading, torch, overwire as ow
@@ -216,8 +216,8 @@ assert len(came) == 8
 
 
 def test_damaged_and_replaced_files(files: Any) -> None:
-    """If a chunk is damaged, each tensor that is not loaded yet raises an error with its name. A replaced file also
-    raises an error."""
+    """If a chunk is damaged, each tensor that has not been loaded yet raises an error that names it. A replaced file
+    also raises an error."""
     path, tensors = files
     if is_packed(path):
         data = bytearray(path.read_bytes())
@@ -250,7 +250,7 @@ SETTINGS: list[dict[str, Any]] = [
 
 
 def test_refusals(tmp_path: pathlib.Path) -> None:
-    """If a request cannot be prefetched, it raises the original's error class and message before anything is read."""
+    """A request that cannot be prefetched raises the original's error class and message before anything is read."""
     header = {
         "a": {"dtype": "F32", "shape": [3, 4], "data_offsets": [0, 48]},
         "c": {"dtype": "F32", "shape": [], "data_offsets": [48, 52]},
@@ -293,8 +293,8 @@ def test_a_file_without_tensors(tmp_path: pathlib.Path) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu(tmp_path: pathlib.Path) -> None:
-    """Without a GPU, prefetching to a GPU raises the original's error class, even for some rows, so that the fallbacks
-    of programs work."""
+    """Without a GPU, prefetching to a GPU raises the original's error class, even for some rows, so programs can fall
+    back."""
     path = tmp_path / "x.safetensors"
     ours_pt.save_file({"one": torch.ones(1)}, path)
     plans: list[Any] = [None, {"one": slice(0, 1)}]

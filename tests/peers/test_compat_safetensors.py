@@ -154,7 +154,7 @@ def test_the_compiled_module() -> None:
 
 @pytest.mark.slow
 def test_under_its_original_name(script: Any) -> None:
-    """If the drop-in replaces the package, its modules can be imported by their original names."""
+    """When the drop-in takes the place of the package, its modules can be imported by their original names."""
     script("""
 import sys
 sys.modules["safetensors"] = None  # the original is not installed
@@ -179,7 +179,7 @@ for call in (lambda: load(b"x"), lambda: load_file("y"), lambda: safetensors.saf
 
 
 def test_files(tensors: Any, plain: str, packed: str) -> None:
-    """Plain and compressed files give the same tensors that the original reads from the plain file."""
+    """From plain and compressed files, the drop-in reads the same tensors as the original reads from the plain file."""
     want = real_pt.load_file(plain)
     for path in (plain, packed):
         for backend in ("mmap", "pread"):
@@ -252,14 +252,14 @@ INDICES: list[Any] = [
     (..., ...), (slice(None), -1), (slice(None), -4), (slice(None), 3), (slice(0, 1), slice(1, 2), slice(1, 3)),
 ]  # fmt: skip
 
-# With numpy, the original fails for these indices, although numpy itself does not.
+# With numpy, the original fails for these indices, which numpy itself accepts.
 WIDER = {"OverflowError", "SystemError"}
 
 
 @pytest.mark.parametrize("name", ["b", "empty", "scalar", "a"])
 @pytest.mark.parametrize("framework", ["pt", "np"])
 def test_every_index(plain: str, packed: str, framework: str, name: str) -> None:
-    """An index gives the original's tensor, or the original's error class and message."""
+    """Every index gives the original's tensor, or an error of the original's class with its message."""
     theirs = real.safe_open(plain, framework).get_slice(name)
     compared = 0
     for path in (plain, packed):
@@ -274,7 +274,7 @@ def test_every_index(plain: str, packed: str, framework: str, name: str) -> None
                 assert bytes(np.asarray(got)) == bytes(np.asarray(want)), index
                 compared += 1
             elif framework == "np" and error is None:
-                # Only here overwire accepts more: empty and negative ranges, and ranges beyond the end.
+                # Only here does overwire accept more: empty and negative ranges, and ranges beyond the end.
                 full = np.arange(24, dtype=np.float32).reshape(2, 3, 4) if name == "b" else real_np.load(ours_np.save({}))
                 assert kind(refused) in WIDER or "out of bounds" in str(refused), (index, refused)
                 if name == "b":
@@ -357,7 +357,7 @@ def test_every_rule_of_the_format(vector: Any) -> None:
 
 
 def test_closed(plain: str) -> None:
-    """A closed file raises an error that says so. Slices that were made before still work."""
+    """A closed file raises an error that says so. Slice objects that were made before still work."""
     for module in (real, ours):
         f = module.safe_open(plain, "pt")
         part = f.get_slice("b")
@@ -526,7 +526,7 @@ def test_models_that_do_not_match(tmp_path: pathlib.Path) -> None:
 
 
 def test_functions_of_other_frameworks_can_be_pickled() -> None:
-    """The functions can be pickled by name like the original's, so a process pool accepts them."""
+    """Like the original's, the functions can be pickled by name, so a process pool accepts them."""
     from overwire.compat.safetensors._arrays import functions
 
     for function in functions("safetensors.flax", "np", np.asarray):

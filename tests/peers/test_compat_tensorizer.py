@@ -1,5 +1,5 @@
-"""Compares overwire.compat.tensorizer with tensorizer itself. Each library reads the other's files, files without
-random parts are equal, and results are the same."""
+"""Compares overwire.compat.tensorizer with tensorizer itself ("the reference"). Each library reads the other's files.
+Files without random parts, and the results of calls, are the same."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def fill(module: Any, path: Any, what: Any, encryption: Any = None) -> None:
 @pytest.mark.parametrize("encrypted", [False, True])
 @pytest.mark.parametrize("writer,reader", [(ours, theirs), (theirs, ours), (ours, ours)])
 def test_each_library_reads_the_others_files(tmp_path: Path, writer: Any, reader: Any, encrypted: bool) -> None:
-    """Each library reads modules and nested structures that the other wrote, with a key or a password, eagerly or
+    """Each library reads modules and nested structures that the other wrote: with a key or a password, eagerly or
     lazily, with verification."""
     if encrypted and not SODIUM and theirs in (writer, reader):
         pytest.skip("the reference has no libsodium; the golden files are still read")
@@ -108,7 +108,7 @@ def test_each_library_reads_the_others_files(tmp_path: Path, writer: Any, reader
 
 @pytest.mark.parametrize("kind", ["path", "file", "raw", "bytesio", "temporary", "fd"])
 def test_files_equal_the_references(tmp_path: Path, kind: str) -> None:
-    """An unencrypted file equals the reference's file byte for byte, for every kind of target."""
+    """An unencrypted file is the same as the reference's byte for byte, for every kind of target."""
 
     def write(module: Any) -> bytes:
         path = tmp_path / f"{module.__name__}.tensors"
@@ -138,8 +138,8 @@ def test_files_equal_the_references(tmp_path: Path, kind: str) -> None:
 
 
 def test_files_of_many_tensors_equal_the_references(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If many tensors are hashed sixteen at a time and written in several batches, with copies among them, the file
-    equals the reference's."""
+    """A file of many tensors, which are hashed sixteen at a time and written in several batches with copies among them,
+    is the same as the reference's."""
     from overwire.compat.tensorizer import _writer
 
     monkeypatch.setattr(_writer, "_TURN", 300_000)
@@ -161,8 +161,8 @@ def test_files_of_many_tensors_equal_the_references(tmp_path: Path, monkeypatch:
 
 
 def test_full_disk(tmp_path: Path) -> None:
-    """If the disk is full, the error names the file and the tensor. Tensors that write_module would remove stay in the
-    module."""
+    """If the disk is full, the error names the file and the tensor. Tensors that write_module was to remove from the
+    module stay in it."""
     net = torch.nn.Linear(1000, 1000, bias=False)
     s = ours.TensorSerializer(tmp_path / "x.tensors")
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -177,7 +177,7 @@ def test_full_disk(tmp_path: Path) -> None:
 
 
 def test_files_of_modules_equal_the_references(tmp_path: Path) -> None:
-    """write_module with its options, and a dimension above 2^32, give the same bytes as with the reference."""
+    """write_module with its options, and a dimension above 2^32, gives the same bytes as the reference."""
     for options in ({}, {"remove_tensors": True}):
         written = []
         for module in (ours, theirs):
@@ -192,13 +192,13 @@ def test_files_of_modules_equal_the_references(tmp_path: Path) -> None:
     s = ours.TensorSerializer(tmp_path / "x.tensors")
     s.write_module(Net(), include_non_persistent_buffers=False)
     s.close()
-    # The reference would omit all buffers of the outermost module.
+    # the reference would omit all buffers of the outermost module
     names = theirs.TensorDeserializer(tmp_path / "x.tensors", device="cpu", lazy_load=True).keys()
     assert ".seen" in names and "norm.running_mean" in names and ".hidden" not in names
 
 
 def test_an_index_that_is_too_large_for_the_reference(tmp_path: Path) -> None:
-    """5,000 tensors can be written. The reference cannot write an index of this size, but can read it."""
+    """A file of 5,000 tensors can be written. The reference cannot write an index of this size, but can read it."""
     many = {f"some.long.name.of.a.tensor.{i}": torch.full((2,), i) for i in range(5000)}
     with pytest.raises(RuntimeError, match="Metadata overflow"):
         fill(theirs, tmp_path / "x.tensors", many)
@@ -237,7 +237,7 @@ def test_read_in_order(tmp_path: Path) -> None:
 
 
 def test_filters_trees_and_dtypes(tmp_path: Path) -> None:
-    """filter_func, prefixes, defaults and casts have the same effect as in the reference."""
+    """filter_func, prefixes, default values and casts have the same effect as in the reference."""
     path = tmp_path / "x.tensors"
     fill(theirs, path, NESTED)
 
@@ -282,7 +282,7 @@ def test_dtypes_that_safetensors_lacks(tmp_path: Path) -> None:
 
 
 def test_damage(tmp_path: Path) -> None:
-    """verify_hash detects a changed bit, and verify_module reports which tensor differs."""
+    """verify_hash detects a changed bit, and verify_module tells which tensor differs."""
     path = tmp_path / "x.tensors"
     net = Net()
     fill(theirs, path, net)
@@ -330,7 +330,7 @@ def test_refusals(tmp_path: Path, module: Any) -> None:
         ("Cannot serialize", TypeError, lambda: fill(module, tmp_path / "y", {"a": 3})),
     ] + ([] if key is None else [("not be encrypted", module.CryptographyError, lambda: new(path, device="cpu", encryption=key))]):
         if "num_readers > 1" in match and module is theirs:
-            continue  # the reference first reduces the number to the number of tensors
+            continue  # the reference first limits this to the number of tensors
         with pytest.raises(kind, match=match):
             call()
 
@@ -406,7 +406,7 @@ def test_open_files_and_http(tmp_path: Path) -> None:
 
 
 def test_torch_compat(tmp_path: Path) -> None:
-    """torch.save and torch.load work with tensors in separate files, which both libraries exchange, with ties."""
+    """torch.save and torch.load work with tensors in separate files, which both libraries exchange, including ties."""
     base = torch.arange(12.0).reshape(3, 4)
     obj = {"net": Net().state_dict(), "base": base, "view": base.t()[1:], "f8": torch.ones(3).to(torch.float8_e4m3fn), "n": 3}
     save, load = torch.save, torch.load
@@ -436,7 +436,7 @@ def test_torch_compat(tmp_path: Path) -> None:
 
 
 def test_utils() -> None:
-    """Texts equal the reference's. no_init_or_tensor affects only the calling thread."""
+    """Texts are the same as the reference's. no_init_or_tensor affects only the calling thread."""
     for n, decimal in itertools.product((0, 999, 1000, 1024, 123456789, 5e16), (True, False)):
         assert ours.utils.convert_bytes(n, decimal) == theirs.utils.convert_bytes(n, decimal)
     assert ours.utils.get_mem_usage().split("(")[0] == theirs.utils.get_mem_usage().split("(")[0]
@@ -480,8 +480,8 @@ def test_calls_of_vllms_loader(tmp_path: Path) -> None:
 
 
 def test_names_of_a_modules_own_parameters(tmp_path: Path) -> None:
-    """A parameter that a file calls ".brain" is "brain" in load_file and convert, as in state_dict(). The drop-in and
-    converted .tensors files keep the dot. Names from a state dict do not change."""
+    """A parameter that a file calls ".brain" is "brain" for load_file and `convert`, as in state_dict(). The drop-in
+    and converted .tensors files keep the dot. Names from a state dict do not change."""
     net, path = Net(), tmp_path / "m.tensors"
     theirs_serializer = theirs.TensorSerializer(str(path))
     theirs_serializer.write_module(net)
@@ -506,8 +506,8 @@ def test_names_of_a_modules_own_parameters(tmp_path: Path) -> None:
 
 
 def test_import_and_install() -> None:
-    """The import loads no large package and does not start the engine. With a folder on PYTHONPATH, programs import the
-    drop-in."""
+    """The import loads no large package and does not start the engine. With the compat folder on PYTHONPATH, programs
+    import the drop-in."""
     program = (
         "import sys, tensorizer, tensorizer.serialization as s, tensorizer.stream_io\n"
         "assert tensorizer._crypt.available  # there without an import of its own, as in tensorizer\n"

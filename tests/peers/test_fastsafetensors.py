@@ -1,4 +1,4 @@
-"""Tests that fastsafetensors' own examples run unchanged with the drop-in, and tests additions and corrections.
+"""Tests that fastsafetensors' own examples run unchanged with the drop-in, and what the drop-in adds or corrects.
 
 test_fastsafetensors_parity.py compares results with the real package. test_fastsafetensors_plugins.py tests plug-ins.
 """
@@ -76,8 +76,8 @@ def torchrun(folder: Path, *argv: str) -> str:
 
 
 def both_ranks(folder: Path, *argv: str) -> None:
-    """Runs a program as two ranks without the launcher, which would also import torch. `warm.run` cannot be used,
-    because it runs one program at a time, and the ranks wait for each other."""
+    """Runs a program as two ranks, without the launcher, which would also import torch. `warm.run` cannot do this: it
+    runs one program at a time, but the ranks wait for each other."""
     with ThreadPoolExecutor(2) as pool:
         said = list(pool.map(lambda rank: run(folder, *argv, str(rank), start=warm.fresh), range(2)))
     assert said == ["done\n"] * 2
@@ -117,8 +117,9 @@ def test_the_parallel_example_over_nccl(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.imports_torch
 def test_ranks_share_their_tensors(tmp_path: Path) -> None:
-    """Ranks share their tensors through get_tensor, get_sharded (uneven), push, multi_cols, as_dict, pipelines and a
-    subgroup, even if a file is damaged on one rank. fastsafetensors_worker.py has the cases."""
+    """Ranks share their tensors through get_tensor, get_sharded (uneven), get_multi_cols, as_dict, pushes, pipelines
+    and a subgroup, and after a load of a file that is damaged on one rank. The cases are in
+    fastsafetensors_worker.py."""
     torch.manual_seed(5)
     a = {"a0": torch.randn(10, 12), "a1": torch.randn(7, 12), "few": torch.arange(1)}
     fp8 = torch.randint(0, 255, (6, 5), dtype=torch.uint8).view(torch.float8_e4m3fn)
@@ -236,7 +237,7 @@ def test_pipelines_keep_the_requested_number_of_batches(tmp_path: Path) -> None:
         )
         assert len(seen) == 24 and used() == 0
         loader.close()
-    # Batches smaller than a file, a filter and a budget.
+    # The batches are smaller than a file, and there are a filter and a budget.
     loader = fst.ParallelLoader(
         None, paths, use_tqdm_on_load=False, max_batch_bytes=8000, queue_size=-1,
         tensor_filter=lambda n: not n.endswith("3")
@@ -261,7 +262,7 @@ def test_pipelines_keep_the_requested_number_of_batches(tmp_path: Path) -> None:
         None, paths, device_memory_budget=28000, resident_tensor=lambda n: n.startswith("t0"), use_tqdm_on_load=False
     )  # fmt: skip
     assert len([used() <= 12000 or pytest.fail("over") for _ in loader.iterate_weights()]) == 24
-    # If the loop is left early, the thread ends and all memory is freed.
+    # After leaving the loop early, the thread ends and all memory is freed.
     loader = fst.ParallelLoader(None, paths, use_tqdm_on_load=False)
     weights = loader.iterate_weights()
     next(weights)
@@ -338,7 +339,7 @@ def test_the_saver_writes_a_valid_shard_set(tmp_path: Path) -> None:
 
 
 def test_entries_are_filled_by_the_caller(tmp_path: Path) -> None:
-    """save_entries accepts sources of any kind and dtype, and one fill function for all of them."""
+    """save_entries accepts sources of any kind and dtype, and a single fill function for all of them."""
     tensors = every_dtype() | {"none": torch.empty(0, 3), "w": torch.randn(300, 40)}
     entries = [saver.plain_entry(name, tensor) for name, tensor in tensors.items()]
     one = fst.ParallelSaver(num_shards=2, shard_metadata=lambda shard: {"first": shard[0].name})

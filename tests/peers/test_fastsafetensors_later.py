@@ -1,4 +1,4 @@
-"""Tests additions of fastsafetensors 0.5: shard plans, and copiers that let callers wait for single tensors."""
+"""Tests what fastsafetensors 0.5 has added: shard plans, and copiers that let callers wait for single tensors."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def entries_of(tensors: dict[str, Any]) -> list[Any]:
 
 
 def test_changed_plans_are_written(tmp_path: Path) -> None:
-    """A plan is written with all changes that a caller has made, with every dtype, empty tensors and an empty shard."""
+    """A plan is written as the caller has changed it, with every dtype, empty tensors and an empty shard."""
     tensors = every_dtype() | {"none": torch.empty(0, 3), "w": torch.randn(300, 40)}
     paths = [str(tmp_path / f"{at}.safetensors") for at in range(3)]
     plans = saver.plan_shards(entries_of(tensors), paths, metadata={"k": "v"}, shard0_metadata={"z": "0"}, header_align=4096)
@@ -139,7 +139,8 @@ def test_wrong_plans_write_nothing(tmp_path: Path) -> None:
         {"entries": [saver.WriteEntry("w", DType.I32, [3], 12)]},
     ):  # fmt: skip
         refused(ValueError, "plan", lambda fields=fields: saver.write_shards(changed(**fields), never))
-    # These consistent plans break the format: a gap before the first tensor, and bytes after the last tensor.
+    # These plans are consistent but break the format: they have a gap before the first tensor, or bytes after the last
+    # one.
     hole = {"header": late, "offsets": {"w": (len(late) + 4, len(late) + 16)}, "total_bytes": len(late) + 16}
     for fields in (hole, {"total_bytes": start + 13}):
         refused(ow.FormatError, "x.safetensors", lambda fields=fields: saver.write_shards(changed(**fields), never))
@@ -166,8 +167,8 @@ def test_wrong_plans_write_nothing(tmp_path: Path) -> None:
 
 
 class Later(CopierInterface):
-    """A plug-in for version 0.5: with byte ranges, with tensors before the whole file is read, and with shared
-    ownership. It records its calls."""
+    """A plug-in for version 0.5, with byte ranges, single tensors before the whole file is read, and shared ownership.
+    It records its calls."""
 
     asked: list[Any] = []
 
@@ -264,13 +265,13 @@ def test_the_loader_waits_for_single_tensors_of_a_plug_in(files: list[str], late
     buffer.close()
     assert later.asked[3:] == ["finish"] and used() == 0, "memory is not freed before reads into it end"
     assert plain(got) == plain({name: want[name] for name in got})
-    # dtype= needs all bytes first, and so does a load without allow_inflight.
+    # dtype= needs all bytes first, and so does a load without allow_inflight
     for named in ({"dtype": DType.F32, "allow_inflight": True}, {}):
         later.asked.clear()
         buffer = loader.copy_files_to_device(**named)  # type: ignore[arg-type]
         assert later.asked == ["finish"] and buffer.get_tensor("F16").dtype == (torch.float32 if named else torch.float16)
         buffer.close()
-    # A filter becomes byte ranges. After an error, the loader waits for reads that were submitted.
+    # A filter becomes byte ranges. After an error, the loader waits for the reads that it has submitted.
     later.asked.clear()
     loader.set_tensor_filter(lambda name: name in ("U8", "F64"))
     loader.reset()
@@ -321,7 +322,7 @@ def test_pipelines_request_chunks_from_plug_ins(files: list[str], later: type[La
     run(max_batch_bytes=largest, overlap_io=False)
     assert "ready" not in later.asked
     assert {size for _, _, size in run(max_batch_bytes=largest, use_chunk_budget_as_allocation_size=True)} == {largest}
-    # The plug-in's costs are part of the budget: 1000 once, and 2 x (a chunk + 100) per batch.
+    # The memory that the plug-in needs is part of the budget: 1000 once, and 2 x (a chunk + 100) per batch.
     least = {"accumulate_resident": False, "queue_size": 3}
     run(device_memory_budget=1000 + 2 * largest + 100, borrowed_tensors=True, **least)
     with pytest.raises(fst.BudgetInfeasibleError, match="holds 1000; the largest tensor"):
@@ -344,8 +345,8 @@ def test_pipelines_request_chunks_from_plug_ins(files: list[str], later: type[La
 
 
 def test_the_engines_copiers_support_all_hooks(files: list[str]) -> None:
-    """The engine's copiers support all hooks for plain and compressed files: byte ranges, chunks, and waiting for
-    single tensors."""
+    """The engine's copiers support all hooks (byte ranges, chunks, waiting for single tensors) for plain and compressed
+    files."""
     op = get_framework_op("pt")
     for path in files:
         want = plain(ow.load_file(path))
@@ -391,7 +392,7 @@ def test_the_engines_copiers_support_all_hooks(files: list[str]) -> None:
 
 
 def test_tensors_are_returned_before_their_batch_is_complete(files: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The loader returns, and a pipeline yields tensors, while other tensors are still being loaded."""
+    """The loader returns tensors, and a pipeline yields them, while others are still being loaded."""
     whole = list(ow.stream(files[0]))
     gate = threading.Event()
 
@@ -437,7 +438,7 @@ def test_errors_are_raised_when_the_tensor_is_requested(files: list[str]) -> Non
     buffer.close()
     with pytest.raises(ValueError, match="closed"):
         buffer.get_tensor("U8")
-    # If the buffer is closed during the load, all memory is freed.
+    # Closing the buffer during the load frees all memory.
     loader.reset()
     loader.add_filenames({0: files[:1]})
     loader.copy_files_to_device(allow_inflight=True).close()

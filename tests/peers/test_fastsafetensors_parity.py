@@ -28,7 +28,7 @@ def real() -> Any:
 
 
 def answer(call: Any) -> Any:
-    """Returns a call's result, or "raised" after an error. The texts of errors are not compared."""
+    """Returns a call's result, or "raised" if it fails, because the texts of errors are not compared."""
     try:
         return plain(call())
     except Exception:

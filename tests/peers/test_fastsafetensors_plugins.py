@@ -1,5 +1,5 @@
-"""Tests overwire.compat.fastsafetensors for plug-ins: copiers, readers, the extension, headers in memory, and additions
-of later versions."""
+"""Tests what plug-ins use of overwire.compat.fastsafetensors: copiers, readers, the extension, headers in memory, and
+additions of later versions."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def files(tmp_path: Path) -> list[str]:
 
 
 class Reader:
-    """Reads ordinary files through the interface of 3FS's reader."""
+    """Has the interface of 3FS's reader, and reads ordinary files."""
 
     short = 0
 
@@ -81,7 +81,7 @@ def test_a_3fs_reader_reads_the_bytes(
     for blank in (None, "", "  "):
         section = threefs_loader.ThreeFSLoader.process_extension_config({"mount_point": blank}, hf_weights_files=["/x/y"])
         assert section == {"mount_point": "/mnt/x"}
-    # Through a config file.
+    # The same through a config file.
     settings = tmp_path / "settings.json"
     settings.write_text(json.dumps({"loader": "3fs", "3fs": {"entries": 8}, "parallel": {"use_pipeline": True, "use_tqdm_on_load": False}}))
     monkeypatch.setenv(config.CONFIG_ENV_VAR, str(settings))
@@ -89,7 +89,7 @@ def test_a_3fs_reader_reads_the_bytes(
     assert type(auto._loader) is threefs_loader.ThreeFSLoader and auto.config.use_pipeline
     assert plain(dict(auto.iterate_weights())) == plain(want)
     auto.close()
-    # The reader returns too few bytes, or cannot read the file.
+    # Here the reader returns too few bytes, or cannot read the file.
     monkeypatch.setattr(Reader, "short", 1)
     with pytest.raises(RuntimeError, match="truncated"):
         loader.copy_files_to_device()
@@ -107,7 +107,8 @@ def test_without_the_reader_3fs_fails_when_used(files: list[str]) -> None:
 
 
 def test_a_users_copier(files: list[str]) -> None:
-    """A user's copier can be registered by name, and can read into the framework's memory with cpp's readers."""
+    """A user's copier can be registered by name, and can use the readers of `cpp` to read into the framework's
+    memory."""
 
     class Mine(CopierInterface):
         def __init__(self, metadata: Any, device: Device, framework: Any) -> None:
@@ -124,7 +125,7 @@ def test_a_users_copier(files: list[str]) -> None:
                 self.reader.submit_read(fd, gbuf, start, half, 0),
                 self.reader.submit_read(fd, gbuf, start + half, length - half, half),
             ]
-            os.close(fd)  # the reads use their own descriptor
+            os.close(fd)  # reads use a descriptor of their own
             return gbuf
 
         def wait_io(self, gbuf: Any, dtype: DType = DType.AUTO, noalign: bool = False) -> Any:
@@ -195,8 +196,7 @@ def test_the_names_of_the_extension(tmp_path: Path) -> None:
 
 
 def test_wait_for_the_first_bytes_of_a_read(tmp_path: Path) -> None:
-    """wait_read_prefix waits for the first bytes of a read, as in 0.5. It raises an error for bytes that never
-    arrive."""
+    """wait_read_prefix waits for the first bytes of a read, as in 0.5. If bytes never arrive, it raises an error."""
     data = random.Random(3).randbytes(40 << 20)
     (tmp_path / "data").write_bytes(data)
     address = cpp.cpu_malloc(len(data) + 10)
@@ -265,8 +265,8 @@ def test_gds_is_requested_only_on_a_gpu(files: list[str], monkeypatch: pytest.Mo
 
 
 def test_calls_of_the_unified_copier(files: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU that shares the CPU's memory, the copier pins anonymous memory, copies once through cpp, waits once
-    through torch, and leaves nothing pinned. Here, replaced functions record the calls."""
+    """On a GPU that shares the CPU's memory, the copier pins anonymous memory, copies once through `cpp`, waits once
+    through torch, and leaves nothing pinned. This test replaces the functions and records the calls."""
     from overwire.compat.fastsafetensors import loader as loaders
     from overwire.compat.fastsafetensors.copier import unified
 
@@ -303,14 +303,14 @@ def test_calls_of_the_unified_copier(files: list[str], monkeypatch: pytest.Monke
     with pytest.raises(RuntimeError, match="700"):
         one.submit_io(True, 1 << 30)
     assert one._pinned == [] and op.get_mem_used() == used
-    # FASTSAFETENSORS_UNIFIED_MEM or the GPU's name selects the copier.
+    # the copier is selected by FASTSAFETENSORS_UNIFIED_MEM or the name of the GPU
     for text, name, want in (("1", "", True), ("0", "NVIDIA GB10", False), (None, "NVIDIA GB10", True), (None, "NVIDIA H200", False)):
         monkeypatch.delenv("FASTSAFETENSORS_UNIFIED_MEM", raising=False)
         if text is not None:
             monkeypatch.setenv("FASTSAFETENSORS_UNIFIED_MEM", text)
         monkeypatch.setattr(op, "get_device_name", lambda index, name=name: name)
         assert unified.is_unified_memory_system(op) is want and unified.is_unified_memory_system() is (text == "1")
-    # The loader finds copiers through names in its own module.
+    # the loader finds copiers by names in its own module
     kinds: list[str] = []
     monkeypatch.setattr(loaders, "create_copier_constructor", lambda kind, device, **named: kinds.append(kind))
     for nogds in (True, False):
@@ -368,7 +368,7 @@ def test_names_and_messages_that_programs_use(files: list[str], monkeypatch: pyt
 
 
 def test_only_the_metadata_class_is_lenient(tmp_path: Path) -> None:
-    """The metadata class accepts trailing bytes and metadata that is not text, like the original. Loading applies the
+    """Like the original, the metadata class accepts trailing bytes and metadata that is not text. Loading applies the
     rules of the format."""
     head = json.dumps({"a": {"dtype": "U8", "shape": [2], "data_offsets": [0, 2]}, "__metadata__": {"x": 3}}).encode()
     path = tmp_path / "x.safetensors"

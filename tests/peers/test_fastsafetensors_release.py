@@ -40,7 +40,7 @@ def real() -> Any:
     return package
 
 
-# Differences from the released package and their reasons: modules, names, members, parameters.
+# Differences from the released package, with their reasons: modules, names, members, parameters.
 _ENGINE = "the engine decides how files are read"
 _WINDOWS = "only for Windows"
 _WORDS = "only a log line or its own timing"
@@ -72,7 +72,7 @@ WITHOUT = {
 
 
 def parameters(found: Any) -> list[Any] | None:
-    """Returns names, kinds and defaults, or None for an object without a signature."""
+    """Returns the names, kinds and defaults of parameters, or None for an object without a signature."""
     try:
         return [
             (p.name, p.kind, p.default.name if isinstance(p.default, enum.Enum) else p.default)
@@ -83,7 +83,7 @@ def parameters(found: Any) -> list[Any] | None:
 
 
 def test_every_name_and_parameter(real: Any) -> None:
-    """Public classes, their members, and functions have the same names and parameters in every module."""
+    """In every module, public classes, their members, and functions have the same names and parameters."""
     other: set[str] = set()
     compared = 0
 
@@ -129,7 +129,7 @@ def test_every_name_and_parameter(real: Any) -> None:
 
 
 def test_only_the_adapter_imports_torch() -> None:
-    """Only frameworks._torch imports torch when modules of the package are imported."""
+    """Of the package's modules, only frameworks._torch imports torch when it is imported."""
     package = Path(fst.__file__).parent
     for path in package.rglob("*.py"):
         waiting: list[Any] = list(ast.parse(path.read_text()).body)
@@ -149,8 +149,8 @@ def test_only_the_adapter_imports_torch() -> None:
 
 
 def test_the_framework_tells_whether_memory_is_unified(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The name of GPU 0 in the given framework decides whether memory is unified. A variable overrides this. The loader
-    passes its framework."""
+    """The name that the given framework has for GPU 0 decides whether memory is unified. A variable overrides this. The
+    loader passes its framework."""
     monkeypatch.delenv("FASTSAFETENSORS_UNIFIED_MEM", raising=False)
     gpu = mock.Mock(spec_set=["get_device_name"])
     for name, want in (("NVIDIA GB10", True), ("NVIDIA H200", False), ("", False)):
@@ -215,7 +215,7 @@ def test_pipelines_of_one(real: Any) -> None:
 @pytest.mark.imports_torch
 def test_pairs_over_two_ranks(real: Any, tmp_path: Path) -> None:
     """F4 tensors on two ranks behave as in the real package: shapes as in the file, blocks of elements, whole and
-    joined tensors. fastsafetensors_pairs.py has the cases."""
+    joined tensors. The cases are in fastsafetensors_pairs.py."""
 
     def pairs(*shape: int) -> Any:
         return torch.randint(0, 255, shape, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
@@ -236,8 +236,8 @@ def test_pairs_over_two_ranks(real: Any, tmp_path: Path) -> None:
 
 
 def test_a_3fs_reader_on_a_gpu_fills_host_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A reader that writes from the CPU gets memory to which the CPU can write, even if the tensors go to a GPU. Here,
-    inaccessible pages simulate GPU memory."""
+    """A reader that writes from the CPU gets memory that the CPU can write to, even if the tensors go to a GPU.
+    Inaccessible pages simulate GPU memory here."""
     want = {"a": torch.arange(300_000), "b": torch.randn(70_000)}
     path = str(tmp_path / "x.safetensors")
     ow.save_file(want, path, compress=False)
@@ -280,7 +280,7 @@ def test_a_3fs_reader_on_a_gpu_fills_host_memory(tmp_path: Path, monkeypatch: py
     used = op.get_mem_used()
     gbuf = one.submit_io(False, 16 << 30)
     assert len(pieces) == -(-length // (1 << 20)) and sum(size for _, size in pieces) == length
-    assert calls == ["copy", "wait"] * len(pieces)  # the staging buffer is reused when the GPU has the data
+    assert calls == ["copy", "wait"] * len(pieces)  # the staging buffer is reused once the GPU has the data
     there = cpp.gds_device_buffer(ctypes.addressof(shadow), length, False)
     got = {name: tensor.get_raw() for name, tensor in meta.get_tensors(there, Device(), meta.header_length).items()}
     assert plain(got) == plain(want)

@@ -1,4 +1,4 @@
-"""Tests the drop-in for nyacomp: manifests, bundles in nyacomp's and overwire's layout, checkpoints, and variables."""
+"""Tests the drop-in for nyacomp: manifests, bundles in nyacomp's and overwire's layout, downloads, and variables."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_compress_parameter(tmp_path: Path, monkeypatch) -> None:
 
 
 class Pipeline:
-    """An object that looks like a diffusers pipeline to nyacomp, because its config names parts."""
+    """An object that nyacomp takes for a diffusers pipeline, because its config names parts."""
 
     def __init__(self) -> None:
         torch.manual_seed(6)
@@ -136,8 +136,8 @@ class Step:
 
 
 def test_the_functions_of_the_readme(tmp_path: Path, monkeypatch) -> None:
-    """compress_pickle accepts any Python object with tensors, and compress accepts pipelines, modules and state dicts.
-    The files are where nyacomp's README says. The caller's object does not change."""
+    """compress_pickle accepts any Python object with tensors, and `compress` accepts pipelines, modules and state
+    dicts. The files are where nyacomp's README says. The caller's object does not change."""
     monkeypatch.chdir(tmp_path)
     Path("model").mkdir()
     pipe, checker = Pipeline(), nn.Linear(32, 2)
@@ -160,8 +160,8 @@ def test_the_functions_of_the_readme(tmp_path: Path, monkeypatch) -> None:
 
 
 def test_manifests_are_written_once_and_before_the_pickle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each manifest is written once per folder, before the pickle that needs it. If a manifest cannot be written, the
-    old object stays."""
+    """Each manifest is written once per folder and save, before the pickle that needs it. If a manifest cannot be
+    written, the old object stays."""
     path = tmp_path / "line\nbreak" / "x.pkl"
     path.parent.mkdir()
     with monkeypatch.context() as patch:
@@ -303,7 +303,7 @@ def test_pickles_in_nyacomps_layout(tmp_path: Path, monkeypatch, anchored: bool)
             got = nyacomp.load_compressed_pickle("model/x.pkl")
         for a, b in zip([*got["w"], got["n"], got["s"]], [*obj["w"], obj["n"], obj["s"]], strict=True):
             same(a, b)
-    # Each load from a preload gets its own tensors.
+    # Each load from a preload gets tensors of its own.
     monkeypatch.setattr(bundles, "decompressor", _nyacomp.AsyncDecompressor("model/nya/meta.csv"))
     first, second = (nyacomp.load_compressed_pickle("model/x.pkl") for _ in range(2))
     first["n"].zero_()
@@ -330,7 +330,7 @@ def test_modules_in_nyacomps_layout(tmp_path: Path, monkeypatch) -> None:
     assert all(isinstance(param, nn.Parameter) for param in got.parameters())
     for name, tensor in got.state_dict().items():
         same(tensor, state[name])
-    # If there is one parameter more or fewer than tensors, an error is raised, and no tensor gets a wrong parameter.
+    # If the number of parameters and tensors differs, an error is raised, so that no parameter gets the wrong tensor.
     torch.save(module[0], tmp_path / "m/boneless_model.pth")
     with pytest.raises(ow.FormatError, match="empty parameters"):
         nyacomp.load_compressed("m/boneless_model.pth")
@@ -354,7 +354,7 @@ def test_files_that_only_nvcomp_reads_are_refused(tmp_path: Path, monkeypatch, s
     (tmp_path / "nya/0.gz").write_bytes(b"nonsense" * 99)
     with pytest.raises(ow.FormatError):
         nyacomp.load_compressed_pickle(tmp_path / "x.pkl")
-    # Runs the recompress command on a bundle that overwire can read.
+    # `recompress` of a bundle that overwire itself can read.
     weights = torch.randn(512)
     row, _, _ = nyacomp.compress_parameter(weights.view(1, 512), tmp_path / "nya/0.gz")
     nyacomp.to_csv([row], [[0]], tmp_path / "nya/meta.csv")
@@ -375,7 +375,7 @@ def _nvcomp_file(data: bytes, seed: int) -> bytes:
         offsets[at] = len(payload)
         payload += stored[at] + bytes(-len(stored[at]) % 8)
     tables = b"".join(value.to_bytes(8, "little") for value in [*offsets, *map(len, stored)])
-    sums = draw.randbytes(8 * len(stored))  # in place of nvCOMP's checksums
+    sums = draw.randbytes(8 * len(stored))  # dummies in place of nvCOMP's checksums
     offset = 72 + len(tables) + len(sums)
     head = bytearray(72)
     struct.pack_into("<IBBBxQQQBxxxIIBBxxQI", head, 0, 0, 3, 0, 3, len(payload), len(data), len(stored), 1, 7, 7, 1, 1, chunk, offset)
@@ -383,8 +383,8 @@ def _nvcomp_file(data: bytes, seed: int) -> bytes:
 
 
 def test_gdeflate_files_of_nyacomp(tmp_path: Path, caplog) -> None:
-    """GDeflate in nvCOMP's container is decoded, with a warning that its checksums were not compared. Damage to a
-    chunk, to tables or to sizes raises a typed error. `recompress` makes a bundle from the files without nyacomp or a
+    """GDeflate files in nvCOMP's container are decoded, with a warning that their checksums were not compared. Damage
+    to a chunk, a table or a size raises a typed error. `recompress` makes a bundle from them without nyacomp or a
     GPU."""
     seed = random.randrange(1 << 30)
     print("seed", seed)
@@ -418,7 +418,7 @@ def test_gdeflate_files_of_nyacomp(tmp_path: Path, caplog) -> None:
             assert one.shape == (3, 50_000) and one.dtype == torch.bfloat16, f"seed {seed}"
         except (ow.FormatError, ow.CorruptError, ow.NotSupportedError) as error:
             assert "0.gz" in str(error), f"seed {seed}"
-    # If file and manifest agree on an impossible size, no memory is allocated for it.
+    # If file and manifest agree on an absurd size, no memory is allocated for it.
     huge = bytearray(file)
     struct.pack_into("<Q", huge, 16, 1 << 62)
     (tmp_path / "nya/0.gz").write_bytes(huge)
@@ -501,8 +501,8 @@ VARIABLES = (
 
 
 def test_no_variable_affects_the_import(tmp_path: Path, script) -> None:
-    """If every variable that nyacomp, its extension and remotefile read or set has nonsense or a number, the import
-    works, sets no variable and writes nothing. docs/nyacomp.md names each variable."""
+    """Even if every variable that nyacomp, its extension and remotefile read or set contains nonsense or a number, the
+    import works, sets no variable and writes nothing. docs/nyacomp.md names each variable."""
     source = """
 import os, sys
 before = dict(os.environ)

@@ -1,4 +1,5 @@
-"""Tests `_nyacomp`, nyacomp's extension. It stores tensors by their bytes and loads them in the background."""
+"""Tests the drop-in for `_nyacomp`, nyacomp's extension, which compresses tensors as bytes and loads them in the
+background."""
 
 from __future__ import annotations
 
@@ -50,7 +51,7 @@ def _some() -> list[torch.Tensor]:
 def test_compressed_bytes_are_smaller_and_restored(tmp_path: Path) -> None:
     torch.manual_seed(1)
     weights = torch.randn(300_000) * 0.02
-    # The largest ratios for one tensor of 300,000 values. nyacomp itself reaches 0.79, 0.92 and 0.93.
+    # The largest allowed ratios for one tensor of 300,000 values. nyacomp itself reaches 0.79, 0.92 and 0.93.
     wanted = {torch.bfloat16: 0.68, torch.float16: 0.86, torch.float32: 0.84, torch.float64: 1.01}
     for algo, (dtype, most) in enumerate(wanted.items()):
         tensor = weights.to(dtype)
@@ -67,7 +68,7 @@ def test_random_bytes_are_restored(tmp_path: Path, seed: int) -> None:
     for size in (0, 1, 2, 3, 7, 8, 1000, 1_200_001):
         data = rng.randbytes(size)
         stored = _nyacomp.compress(bytearray(data) if size % 2 else data, tmp_path / "x.gz")
-        assert stored >= size  # callers then store the original bytes
+        assert stored >= size  # callers then store the bytes as they are
         assert tensor_bytes(_nyacomp.decompress(tmp_path / "x.gz", [size], "uint8")) == data
     with pytest.raises(ow.ArgumentError):
         _nyacomp.compress(b"", tmp_path / "x.gz", 3)
@@ -118,7 +119,7 @@ def test_renamed_and_copied_files(tmp_path: Path) -> None:
 
 
 def test_damage_is_refused(tmp_path: Path, seed: int) -> None:
-    """Damage anywhere is refused, except in the padding at the end, because no tensor uses it."""
+    """Damage anywhere is refused, except in the padding at the end, which no tensor uses."""
     rng = random.Random(seed)
     csv = _write(tmp_path, _some())
     good = (tmp_path / "0.gz").read_bytes()
@@ -155,7 +156,7 @@ def test_damage_is_refused(tmp_path: Path, seed: int) -> None:
     ):
         with pytest.raises(ow.FormatError):
             _nyacomp.decompress(tmp_path / "0.gz", shape, dtype)
-    with pytest.raises(ow.FormatError, match="listed"):  # the numbers in the csv must agree
+    with pytest.raises(ow.FormatError, match="listed"):  # the numbers in the csv must agree with the file
         _nyacomp.batch_decompress([_nyacomp.CompressedFile(tmp_path / "0.gz", [900, 80], "bfloat16", 99, 1)], [[0]])
 
 
@@ -186,13 +187,13 @@ def test_a_decompressor_loads_in_advance(tmp_path: Path, caplog: pytest.LogCaptu
     for got, tensor in zip(decompressor.get(), wanted, strict=True):
         same(got, tensor)
     assert "joins its preload" in caplog.text
-    # Files that were rewritten after the preload are read again, so a load never returns the old bytes.
+    # Files that were rewritten after a preload are read again, so a load never returns old bytes.
     decompressor = _nyacomp.AsyncDecompressor(csv)
     assert decompressor._preload is not None and decompressor._preload.wait(60)
     for at in (0, 1):
         file = tmp_path / f"{at}.gz"
         data = bytearray(file.read_bytes())
-        data[-2000:] = bytes(2000)  # changes tensor bytes, not headers
+        data[-2000:] = bytes(2000)  # changes the bytes of tensors, not headers
         file.write_bytes(data)
     with pytest.raises(ow.CorruptError):
         _nyacomp.decompress(tmp_path / "0.gz", [300, 300], "float16")

@@ -1,5 +1,5 @@
-"""Tests checkpoints with one file per tensor, and the toggles with the real diffusers and transformers and small random
-weights."""
+"""Tests checkpoints with one file per tensor, and the toggles (nyacomp's patches) with the real diffusers and
+transformers and small random weights."""
 
 from __future__ import annotations
 
@@ -91,7 +91,8 @@ def test_a_malformed_list_of_tensors_is_refused(tmp_path: Path) -> None:
 
 
 def test_two_checkpoints_of_one_folder_never_share_a_tensor(tmp_path: Path) -> None:
-    """If another checkpoint has replaced the file of a key, loading raises CorruptError. Equal tensors share a file."""
+    """If another checkpoint in the folder has replaced the file of a key, loading raises CorruptError. Equal tensors
+    share a file."""
     state = _state()
     first, second = tmp_path / "pytorch_model.bin", tmp_path / "pytorch_model.fp16.bin"
     torch.save(state, first)
@@ -107,7 +108,7 @@ def test_two_checkpoints_of_one_folder_never_share_a_tensor(tmp_path: Path) -> N
 
 
 def test_files_without_digests_are_read(tmp_path: Path) -> None:
-    """Files of an earlier version, which have no digests, can be loaded."""
+    """Files of earlier versions, which have no digests, can be loaded."""
     state, path = _state(), tmp_path / "x.bin"
     torch.save(state, path)
     hf.compress_state_dict(path)
@@ -121,7 +122,7 @@ def test_files_without_digests_are_read(tmp_path: Path) -> None:
 
 
 def test_a_toggle_keeps_another_tools_wrapper(tmp_path: Path) -> None:
-    """If a toggle is removed while another tool's wrapper is around it, it has no effect any more, and the wrapper
+    """A toggle that is removed while another tool's wrapper is around it has no effect any more, and the wrapper
     stays."""
     path = tmp_path / "x.bin"
     torch.save(_state(), path)
@@ -162,14 +163,13 @@ def test_several_components(tmp_path: Path, monkeypatch) -> None:
 
 
 def _older(path: Path) -> None:
-    """Makes a checkpoint older than its compressed form."""
+    """Gives a checkpoint an older time than its compressed form."""
     os.utime(path, (0, 0))
     os.utime(hf._boneless(path))
 
 
 def test_a_replaced_checkpoint_with_an_older_time_is_loaded(tmp_path: Path) -> None:
-    """If a checkpoint was replaced by one with an older time (cp -p), the new checkpoint is loaded, not the compressed
-    form."""
+    """A checkpoint that replaced another and has an older time (cp -p) is loaded, not the compressed form."""
     path, other = tmp_path / "x.pth", tmp_path / "other"
     torch.save(_state(), path)
     hf.compress_state_dict(path)
@@ -185,8 +185,8 @@ def test_a_replaced_checkpoint_with_an_older_time_is_loaded(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "x.pth", "model.safetensors"])
 def test_a_toggle_loads_every_kind_of_checkpoint(tmp_path: Path, name: str) -> None:
-    """`toggle_patch` makes a module's `load_state_dict` load the output of compress_state_dict for .bin, .pth and
-    safetensors files. Other files are loaded as before. A second call removes the toggle."""
+    """`toggle_patch` makes a module's `load_state_dict` load what compress_state_dict has written for .bin, .pth and
+    safetensors files. Other files are loaded as before. A second call removes the patch."""
     state, path = _state(), tmp_path / name
     save = safetensors.torch.save_file if name.endswith(".safetensors") else torch.save
     save(state, path)

@@ -1,4 +1,4 @@
-"""Tests that tensors are merged and distributed over threads at least as well as in nyacomp."""
+"""Tests that tensors are merged, and distributed over threads, at least as evenly as in nyacomp."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_splitting_works_as_in_nyacomp() -> None:
 
 
 def _multifit(sizes: list[int], bins: int, k: int = 20) -> int:
-    """Returns the makespan of nyacomp's MULTIFIT."""
+    """Returns the largest load of a thread (makespan) that nyacomp's MULTIFIT gives."""
 
     def first_fit(capacity: float) -> list[int]:
         loads: list[int] = []
@@ -123,7 +123,7 @@ def _llama(layers: int, hidden: int, ffn: int, kv: int, vocab: int) -> list[tupl
 
 
 def _unet() -> list[tuple[int, ...]]:
-    # The large shapes of Stable Diffusion's UNet. Unlike in a llama, few shapes are equal.
+    # The large shapes of Stable Diffusion's UNet. Few of them are the same, unlike in a Llama.
     shapes: list[tuple[int, ...]] = [(320, 4, 3, 3), (1280, 320), (1280, 1280), (4, 320, 3, 3)]
     for out, into in (
         (320, 320), (640, 320), (1280, 640), (1280, 2560), (1280, 1920), (640, 1920), (640, 1280), (640, 960),
@@ -153,7 +153,7 @@ def test_the_makespan_of_real_models(name: str, monkeypatch) -> None:
     sizes = [tensor.nbytes for tensor in tensors]
     for threads in (8, 32):
         monkeypatch.setenv("NUM_THREADS", str(threads))
-        # nyacomp merges tensors of equal shape up to 500 MiB or a thread's share.
+        # nyacomp merges tensors of the same shape up to 500 MiB or a thread's share
         merged, _ = nyacomp.merge_tensors(tensors)
         theirs = _multifit([tensor.nbytes for tensor in merged], threads)
         searched, info = nyacomp.iterative_merge_tensors(tensors)

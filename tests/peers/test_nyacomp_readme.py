@@ -1,5 +1,5 @@
 """Tests the documented use of nyacomp with programs that import `nyacomp` and do not know overwire. One program saves
-an object that only looks like a pipeline, the other saves a pipeline of diffusers."""
+an object that only looks like a pipeline, the other a diffusers pipeline."""
 
 from __future__ import annotations
 
@@ -132,9 +132,9 @@ assert torch.equal(parts.run(nyacomp.load_compressed("model/boneless_model.pth")
 
 
 def test_everything_through_curl(tmp_path: Path, script, monkeypatch) -> None:
-    """PRELOAD_PATH is the URL of model/meta.csv, as in the README, and DOWNLOADER_PATH is curl. Manifests, containers,
-    tensor files and bundles are downloaded only through curl, and preloaded files only once. curl's messages go to the
-    file that DOWNLOAD_LOG names. A wrong size in a manifest and a missing file raise errors that name the file."""
+    """As in the README, PRELOAD_PATH is the URL of model/meta.csv, and DOWNLOADER_PATH is curl. Everything (manifests,
+    containers, tensor files, bundles) is downloaded through curl, and preloaded files only once. curl's messages go to
+    the file that DOWNLOAD_LOG names. A wrong size in a manifest and a missing file raise errors that name the file."""
     real = shutil.which("curl")
     if real is None:
         pytest.skip("no curl")
@@ -189,9 +189,9 @@ def test_everything_through_curl(tmp_path: Path, script, monkeypatch) -> None:
 
 
 def test_the_command_line_of_remotefile(tmp_path: Path) -> None:
-    """`overwire fetch -s -v URL...` writes only the bodies, in order. If nothing reads its output, it downloads up to
-    64 MiB in advance, so a full pipe does not stop a server. After a failure it exits with its status and never
-    hangs."""
+    """`overwire fetch -s -v URL...` writes only the bodies, in order. While nothing reads its output, it downloads up
+    to 64 MiB in advance, so a full pipe does not stall a server. After a failure, it exits with the documented status
+    and does not hang."""
     bodies = {f"/{name}": os.urandom(size) for name, size in (("a", 9 << 20), ("b", 0), ("c", 17 << 20))}
     sent = dict.fromkeys(bodies, 0)
 
@@ -251,7 +251,7 @@ def test_the_readme(tmp_path: Path, script, parts: str) -> None:
     assert found >= {"nya/boneless_bundle.safetensors", "meta.csv", "nya/meta.csv", "merged_tensors.csv", "metadata.pkl"}
     ow.verify(tmp_path / "model/boneless_model.pth")
     if parts == REAL:
-        return  # importing diffusers a second time would show nothing new
+        return  # a second import of diffusers would show nothing new
     # PRELOAD_PATH is the path or the URL of meta.csv.
     for place in ("model/meta.csv", f"file://{tmp_path}/model/nya/meta.csv"):
         done = script(

@@ -1,4 +1,4 @@
-"""Tests patch_safetensors with transformers, diffusers and accelerate. They load compressed files through their own
+"""Tests patch_safetensors with transformers, diffusers and accelerate, which load compressed files through their own
 functions."""
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def equal(a: torch.nn.Module, b: torch.nn.Module) -> None:
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: Any) -> tuple[Any, Path, Path]:
-    """Makes a small random model, compressed in one file and in several shards."""
+    """Makes a small random model, compressed in one file and in shards."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(5)
     config = transformers.LlamaConfig(
@@ -79,7 +79,7 @@ def test_transformers(llama: Any) -> None:
     loaded.model.embed_tokens.weight.data.zero_()
     with pytest.raises(Exception) as caught:
         transformers.AutoModelForCausalLM.from_pretrained(one)
-    assert caught.value is not None  # without the patch, the model cannot be loaded
+    assert caught.value is not None  # without the patch, loading fails
 
 
 def test_transformers_saves_plain_files(llama: Any, tmp_path: Path) -> None:
@@ -94,7 +94,7 @@ def test_transformers_saves_plain_files(llama: Any, tmp_path: Path) -> None:
 
 
 def test_damage_raises_safetensors_error(llama: Any, tmp_path: Path) -> None:
-    """A flipped bit raises safetensors' own error class. The cause of the error has the tensor's name."""
+    """A flipped bit raises safetensors' own error class. The cause of the error names the tensor."""
     _, one, _ = llama
     data = bytearray((one / "model.safetensors").read_bytes())
     data[len(data) // 2] ^= 1
@@ -162,7 +162,7 @@ def test_accelerate(llama: Any, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.imports_torch
 def test_libraries_that_are_imported_after_the_patch(llama: Any, script: Any) -> None:
-    """The patch also works if the libraries are imported after it. undo() restores them."""
+    """The patch also works on libraries that are imported after it began. undo() restores them."""
     _, one, _ = llama
     script(f"""
 import overwire as ow
@@ -209,7 +209,7 @@ assert not [finder for finder in sys.meta_path if "overwire" in type(finder).__m
 
 
 def module(name: str) -> types.ModuleType:
-    """Makes a module that binds the reading functions to its own names, like libraries."""
+    """Makes a module that imports the reading functions under its own names, as libraries do."""
     made = types.ModuleType(name)
     source = "import safetensors\nfrom safetensors import safe_open\nfrom safetensors.torch import load_file as read, save_file\n"
     sys.modules[name] = made
@@ -245,7 +245,7 @@ def test_names_that_were_bound_before_and_during_the_patch(tmp_path: Path) -> No
             same(safetensors.torch.load(data)["a"], tensors["a"])
             assert [name for name, _ in safetensors.deserialize(data)] == ["a"]
         assert not bound(early) and not bound(late)
-        # Programs that use overwire's functions keep them.
+        # A program that has imported overwire's functions keeps them.
         assert ours.load_file is compat_torch.load_file and ours.safe_open is compat.safe_open
         patch.undo()  # the second call does nothing
         assert not bound(early)
@@ -291,7 +291,7 @@ def hooked(cls: type[Library]) -> str:
 
 @pytest.fixture
 def hooks(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Sets the hooks of one library, and makes its modules look imported."""
+    """Sets the hooks for one library, and makes its modules look imported."""
     monkeypatch.setitem(sys.modules, accelerate.MODULES[0], types.ModuleType("offload"))
     return lambda make: monkeypatch.setattr(accelerate, "pair_replacements", lambda found, lazy: make())
 
@@ -299,7 +299,8 @@ def hooks(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_a_library_that_cannot_be_hooked(
     hooks: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """If hooks fail, they are removed with a warning. Everything else is patched, and restored at the end."""
+    """If the hooks of a library fail, they are removed with a warning. Everything else is patched, and restored at the
+    end."""
     ow.save_file({"a": torch.arange(999)}, tmp_path / "a.safetensors")
     before = (safetensors.torch.load_file, vars(Library)["make"], list(sys.meta_path))
 
@@ -318,7 +319,7 @@ def test_a_library_that_cannot_be_hooked(
 
 
 def test_a_patch_that_fails_leaves_nothing(hooks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If a patch fails halfway, nothing of it remains, and the next patch is complete."""
+    """Nothing remains of a patch that fails halfway, and the next patch is complete."""
     hooks(lambda: [((Library, "make"), classmethod(hooked))])
     before = (safetensors.torch.load_file, safetensors.safe_open, vars(Library)["make"], list(sys.meta_path))
     put = patching._put
@@ -341,7 +342,7 @@ def test_a_patch_that_fails_leaves_nothing(hooks: Any, monkeypatch: pytest.Monke
 
 
 def test_another_tools_wrapper_stays(hooks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At the end of a patch, wrappers of other tools stay. They then wrap the library's own function."""
+    """Other tools' wrappers stay at the end of a patch, and then wrap the library's own function."""
     hooks(lambda: [((Library, "make"), classmethod(hooked))])
     monkeypatch.setattr(Library, "make", vars(Library)["make"])  # restored after the test
     with ow.patch_safetensors():
@@ -356,7 +357,8 @@ def test_another_tools_wrapper_stays(hooks: Any, monkeypatch: pytest.MonkeyPatch
 
 
 def test_conjugate_and_negative_views_are_saved_by_value(tmp_path: Path) -> None:
-    """With compress=True, a lazy view is saved with its own values and not with those of its memory."""
+    """With compress=True, a lazy view (conjugate, negative) is saved with its own values, not with those in its
+    memory."""
     number = torch.randn(999, dtype=torch.complex64)
     tensors = {"conj": number.conj(), "neg": torch._neg_view(torch.randn(999)), "plain": torch.randn(999)}
     assert tensors["conj"].is_conj() and tensors["neg"].is_neg()
@@ -364,7 +366,7 @@ def test_conjugate_and_negative_views_are_saved_by_value(tmp_path: Path) -> None
         safetensors.torch.save_file(tensors, tmp_path / "a.safetensors")
         with pytest.raises(ValueError, match="non contiguous"):
             safetensors.torch.save_file({"a": number.conj()[::2]}, tmp_path / "b.safetensors")
-        plain = safetensors.torch.save(tensors=tensors)  # save() returns plain safetensors: docs/transformers.md
+        plain = safetensors.torch.save(tensors=tensors)  # save() returns a plain file, as docs/transformers.md says
     for loaded in (ow.load_file(tmp_path / "a.safetensors"), safetensors.torch.load(plain)):
         assert sorted(loaded) == sorted(tensors)
         for name, tensor in loaded.items():
@@ -403,7 +405,7 @@ def test_arrays_in_any_memory_order_are_saved(tmp_path: Path) -> None:
 
 
 def test_frameworks_that_write_through_numpy(tmp_path: Path) -> None:
-    """flax saves through numpy arrays, like mlx and tensorflow. Its arrays also load unchanged."""
+    """flax, like mlx and tensorflow, saves through numpy arrays. Its arrays load unchanged."""
     jax = pytest.importorskip("jax")
     with ow.patch_safetensors(compress=True):
         import safetensors.flax
@@ -415,7 +417,7 @@ def test_frameworks_that_write_through_numpy(tmp_path: Path) -> None:
 
 
 def test_safetensors_modules_that_are_imported_after_the_patch(script: Any) -> None:
-    """If a module of safetensors is imported under the patch, its functions are replaced, and restored at the end."""
+    """If a module of safetensors is imported during the patch, its functions are replaced, and restored at the end."""
     script("""
 import sys
 import overwire as ow
@@ -432,7 +434,7 @@ assert not hasattr(module.load_file, "__wrapped__")
 
 
 def test_threads(tmp_path: Path) -> None:
-    """Threads can begin and end patches at any time. Each patch works until its end. After the last, nothing of them
+    """Threads can begin and end patches at any time. Each patch works until its end. After the last one, nothing
     remains."""
     ow.save_file({"a": torch.arange(100)}, tmp_path / "a.safetensors")
     m = module("bound_threads")
@@ -480,8 +482,8 @@ assert "torch" not in sys.modules and "numpy" not in sys.modules
 
 
 def test_each_shard_is_opened_once(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers opens a shard for its metadata and again for its tensors. The engine reads the shard's header once,
-    or twice if transformers 5 loads several shards in one pass."""
+    """transformers opens a shard for its metadata and again for its tensors, but the engine reads the header once, or
+    twice if transformers 5 loads several shards in one pass."""
     import transformers
 
     five = int(transformers.__version__.split(".")[0]) >= 5
@@ -505,7 +507,7 @@ def test_each_shard_is_opened_once(llama: Any, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("compressed", [False, True])
 def test_a_file_that_is_replaced_is_opened_again(tmp_path: Path, compressed: bool) -> None:
-    """Between two reads, only the current version of a file stays open. Folders and indexes do not stay open. When the
+    """Between two reads, the current version of a file stays open, but no older version, folder or index. When the
     patch ends, the file is closed."""
     path, links = tmp_path / "m.safetensors", Path("/proc/self/fd")
 
@@ -537,8 +539,8 @@ def test_a_file_that_is_replaced_is_opened_again(tmp_path: Path, compressed: boo
 
 
 def test_open_files_list_their_methods(tmp_path: Path) -> None:
-    """dir() and inspect show the same for a file opened under the patch, plain or compressed, as for safetensors'
-    own."""
+    """For a file that is opened under the patch, plain or compressed, dir() and `inspect` show the same as for
+    safetensors' own."""
     import inspect
 
     tensors = {"w": torch.arange(4)}

@@ -1,4 +1,4 @@
-"""Tests that compress_pickle restores objects unchanged, with ties and views."""
+"""Tests that objects saved with compress_pickle load unchanged, with ties and views."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ def test_loaded_tensors_belong_to_the_caller(tmp_path: Path) -> None:
 
 
 def test_a_bundle_without_tensors_reports_progress(tmp_path: Path) -> None:
-    """The load of a bundle without tensors reports its progress once, at the end."""
+    """Loading a bundle without tensors reports progress once, at the end."""
     seen: list[ow.Progress] = []
     ow.compress_pickle({"a": 1}, tmp_path / "b")
     for _ in range(20):

@@ -58,8 +58,8 @@ def test_compress_names_the_tensors(tmp_path: Path) -> None:
 
 
 def test_compress_refuses_a_path_as_a_model(tmp_path: Path) -> None:
-    """nyacomp's compress refuses a path instead of a model. The error names the function that compresses files, and
-    nothing is written. An object in a bundle may contain paths."""
+    """nyacomp's `compress` refuses a path in place of a model. The error names the function that compresses files, and
+    nothing is written. Objects in a bundle may contain paths."""
     for path in ("a.safetensors", tmp_path / "a.safetensors", b"a.safetensors"):
         with pytest.raises(ow.ArgumentError, match=r"overwire\.compress\('.*a\.safetensors', '.*b\.safetensors'\)"):
             nyacomp.compress(path, tmp_path / "b.safetensors")
@@ -82,8 +82,8 @@ def _save_by(verb: Any, folder: Path, number: int) -> None:
 
 
 def test_a_bundle_cannot_have_the_name_of_a_container(tmp_path: Path) -> None:
-    """A pickle with the name of a container is refused before anything is written, because it would replace the tensors
-    of another bundle. For example, the tensors of D/x.pkl are in D/tensors/x.safetensors."""
+    """A pickle cannot be saved under the name of a container, such as D/tensors/x.safetensors for D/x.pkl, because this
+    would replace another bundle's tensors. It is refused before anything is written."""
     ow.save_bundle({"w": torch.arange(6.0)}, tmp_path / "x.pkl")
     before = (tmp_path / "tensors" / "x.safetensors").read_bytes()
     for save in (ow.save_bundle, ow.compress_pickle, ow.compress):
@@ -118,8 +118,8 @@ def test_the_folder_of_the_container(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("verbs", [(ow.compress_pickle, ow.save_bundle), (ow.save_bundle, ow.compress_pickle)])
 def test_a_bundle_replaces_one_with_another_folder(tmp_path: Path, monkeypatch: Any, verbs: Any) -> None:
-    """The old object can be loaded until the new pickle is complete, even if the save fails. Then files that only the
-    old object used are removed. Another bundle in the folder stays."""
+    """The old object can be loaded until the new pickle is complete, also if the save fails. Files that only the old
+    object used are removed afterwards. Another bundle in the folder stays."""
     old, new = verbs
     _save_by(old, tmp_path, 1)
     old({"w": torch.ones(9)}, tmp_path / "y.pkl")
@@ -142,7 +142,7 @@ def test_a_bundle_replaces_one_with_another_folder(tmp_path: Path, monkeypatch: 
 
 
 def test_a_lost_container_is_named(tmp_path: Path) -> None:
-    """If a container is missing, the error names the folder in which it should be."""
+    """The error for a missing container names the folder in which it should be."""
     for verb, name in ((ow.save_bundle, "tensors"), (ow.compress_pickle, "nya")):
         folder = tmp_path / name
         folder.mkdir()
@@ -207,7 +207,7 @@ def refuse_link(*args: object, **kwargs: object) -> None:
 
 @pytest.mark.parametrize("links", [True, False])
 def test_a_killed_save_leaves_the_old_or_the_new_object(tmp_path: Path, monkeypatch, links: bool) -> None:
-    """If a save is killed at any point, the old or the new object can be loaded, even without hard links."""
+    """At whatever point a save is killed, the old or the new object can be loaded, even without hard links."""
     if not links:
         monkeypatch.setattr(os, "link", refuse_link)
     old, new = {"v": "old", "w": torch.zeros(999)}, {"v": "new", "w": torch.ones(999)}
@@ -248,7 +248,8 @@ def test_a_killed_save_leaves_the_old_or_the_new_object(tmp_path: Path, monkeypa
 
 
 def test_a_save_within_a_save_of_the_same_bundle_is_refused(tmp_path: Path) -> None:
-    """During a save, a callback or a signal handler cannot save the same bundle, because it would wait for itself."""
+    """A callback or a signal handler cannot save the bundle that is just being saved, because it would wait for
+    itself."""
     lock, errors = str(tmp_path / ".x.lock"), []
 
     def both() -> None:
@@ -268,7 +269,7 @@ def test_a_save_within_a_save_of_the_same_bundle_is_refused(tmp_path: Path) -> N
 
 
 def test_two_writers_of_one_bundle_take_turns(tmp_path: Path, monkeypatch) -> None:
-    """After two saves to one path at the same time, one of the objects is there and no other file."""
+    """After two simultaneous saves to one path, one of the two objects is there, and no other file."""
     path = tmp_path / "x.pkl"
     real, waiting = bundles.write_bytes, []
 
@@ -276,7 +277,7 @@ def test_two_writers_of_one_bundle_take_turns(tmp_path: Path, monkeypatch) -> No
         if target == str(path) and not waiting:  # between the container and the pickle of the first save
             waiting.append(threading.Thread(target=ow.compress_pickle, args=({"second": torch.ones(999)}, path)))
             waiting[0].start()
-            waiting[0].join(0.3)  # long enough to finish if it did not wait
+            waiting[0].join(0.3)  # long enough for a save that does not wait
             assert waiting[0].is_alive()
         real(target, data, options)
 
@@ -306,7 +307,7 @@ def test_the_lock_of_a_killed_writer_stops_no_save(tmp_path: Path, monkeypatch) 
 
 
 def test_a_load_during_saves_returns_the_newest_object(tmp_path: Path, monkeypatch) -> None:
-    """If a pickle is replaced twice before its container is opened, the load returns the newest object."""
+    """If a pickle is replaced twice before a load opens its container, the load returns the newest object."""
     path = tmp_path / "x.pkl"
     ow.compress_pickle({"v": torch.zeros(999)}, path)
     real, news = opening.read_file, [{"w": torch.ones(999)}, {"v": torch.zeros(999), "x": 3}]
@@ -381,8 +382,8 @@ def test_plain_containers(tmp_path: Path) -> None:
 
 
 def test_a_pickle_that_cannot_be_inspected_keeps_its_container(tmp_path: Path, monkeypatch: Any) -> None:
-    """If a pickle with the same stem cannot be inspected, a save fails, because it could replace the pickle's
-    container."""
+    """If a pickle that differs only in the extension cannot be inspected, a save fails, because it could replace that
+    pickle's container."""
     ow.save_bundle({"a": torch.ones(9)}, tmp_path / "m.pkl")
     kept = {path: path.read_bytes() for path in tmp_path.rglob("*.*")}
 
@@ -396,7 +397,7 @@ def test_a_pickle_that_cannot_be_inspected_keeps_its_container(tmp_path: Path, m
 
 
 def test_a_header_that_begins_like_a_pickle_is_a_container(tmp_path: Path) -> None:
-    # Header lengths of 128 and 640 begin with the bytes 0x80 and 0x80 0x02, like pickles.
+    # Headers of 128 and 640 bytes begin with the bytes 0x80 and 0x80 0x02, as pickles do.
     path = tmp_path / "c.gz"
     for length in (128, 640):
         header = b'{"w":{"dtype":"U8","shape":[3],"data_offsets":[0,3]}}'.ljust(length)
@@ -477,7 +478,7 @@ def test_tensors_of_a_missing_device(tmp_path: Path, monkeypatch) -> None:
     ow.compress_pickle(obj, path)
     with ow.safe_open(tmp_path / "nya/x.safetensors", "np") as f:
         assert f.metadata()["overwire.devices"] == "cpu\nnumpy"
-    # The bundle looks as if it was written on a machine with more GPUs.
+    # The bundle looks as if it had been written on a machine with more GPUs.
     monkeypatch.setattr("overwire.bundles.bundle.devices_of", lambda blobs: "cuda:99\nnumpy")
     ow.compress_pickle(obj, path)
     for _ in range(2):
@@ -487,7 +488,7 @@ def test_tensors_of_a_missing_device(tmp_path: Path, monkeypatch) -> None:
     got = ow.load_compressed_pickle(path, device="cpu")
     same(got["w"], obj["w"])
     assert got["n"].tolist() == obj["n"].tolist()
-    for note in ("cpu", "", "cpu\ncpu"):  # as in old files, in which the note is not used
+    for note in ("cpu", "", "cpu\ncpu"):  # as in old files, for which the note is not used
         monkeypatch.setattr("overwire.bundles.bundle.devices_of", lambda blobs, note=note: note)
         ow.compress_pickle(obj, path)
         same(ow.load_compressed_pickle(path)["w"], obj["w"])
@@ -516,7 +517,7 @@ def test_packed_elements_and_records_are_restored(tmp_path: Path) -> None:
 
 
 def test_a_file_that_belongs_to_no_bundle_stays(tmp_path: Path) -> None:
-    """If a file at a container's path belongs to no bundle, it is not replaced. The container gets another name."""
+    """A file at the path of a container that belongs to no bundle is not replaced. The container gets another name."""
     (tmp_path / "tensors").mkdir()
     for at, text in (("a", b"no safetensors"), ("b", b"")):
         (tmp_path / "tensors" / f"{at}.safetensors").write_bytes(text)
@@ -553,8 +554,8 @@ assert present == [False, True], present
 
 
 def test_a_container_that_cannot_be_read_is_kept(tmp_path: Path) -> None:
-    """If a container cannot be read, it may belong to another bundle and is not missing. The save raises an error and
-    changes nothing."""
+    """A container that cannot be read is not treated as missing, because it may belong to another bundle. The save
+    raises an error and changes nothing."""
     ow.save_bundle({"a": torch.arange(9)}, tmp_path / "x.pkl")
     container = tmp_path / "tensors" / "x.safetensors"
     container.rename(tmp_path / "kept")
@@ -567,7 +568,7 @@ def test_a_container_that_cannot_be_read_is_kept(tmp_path: Path) -> None:
 
 
 def test_a_second_container_of_a_killed_save(tmp_path: Path) -> None:
-    """The second container that a killed save has left does not affect later saves."""
+    """A second container, left by a killed save, does not affect later saves."""
     ow.save_bundle({"a": torch.arange(9)}, tmp_path / "x.pkl")
     container = tmp_path / "tensors" / "x.safetensors"
     os.link(container, containers.previous_of(str(container)))

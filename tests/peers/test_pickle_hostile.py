@@ -1,5 +1,5 @@
-"""Tests that hostile pickles run no code. A separate process loads a corpus of known attacks without trust. Its audit
-hook records every import, file, process and socket.
+"""Tests that hostile pickles run no code. A separate process loads a corpus of known attacks without trust=True, and an
+audit hook records every import, file, process and socket.
 
 `python test_pickle_hostile.py FOLDER` starts that process.
 """
@@ -22,10 +22,10 @@ import warm
 
 Case = tuple[str, bytes]
 
-# A reference to the single blob as an array. The blob that `bundle` makes has this length.
+# A reference to the blob that `bundle` makes, as an array of its length.
 ARRAY = ("array", 0, "<f4", (100,), (4,), 0, True, 0, 400)
 
-# Callables used by known pickle attacks, with arguments for a call.
+# Callables that known pickle attacks use, with arguments for a call.
 CALLS: dict[str, tuple[Any, ...]] = {
     "os.system": ("touch sentinel",),
     "posix.system": ("touch sentinel",),
@@ -277,7 +277,7 @@ def families() -> Iterator[Case]:
 
 
 def builds() -> Iterator[Case]:
-    """Yields BUILD opcodes on objects that the allow-list permits."""
+    """Yields pickles with BUILD opcodes on objects that the allow-list permits."""
     states = {
         "dict": push({"__defaults__": (1,), "evil": 1}),
         "slots": push((None, {"__defaults__": (1,), "forward": 1, "__doc__": "evil"})),
@@ -311,7 +311,7 @@ def builds() -> Iterator[Case]:
 
 
 def references() -> Iterator[Case]:
-    """Yields persistent ids with wrong contents."""
+    """Yields pickles with persistent ids that have wrong contents."""
     pids: list[Any] = [
         0, "0", "x", None, (), ("storage",), ("storage", 0, "float32", 400, 1), ("storage", 9, "float32", 400),
         ("storage", -5, "float32", 400), ("storage", 0, "float32", 4000), ("storage", 0, "float32", -1),
@@ -341,7 +341,7 @@ def references() -> Iterator[Case]:
 
 
 def tensors() -> Iterator[Case]:
-    """Yields calls of rebuilding functions with arguments that reach outside a blob."""
+    """Yields pickles that call rebuilding functions with arguments that reach outside a blob."""
     storage = push(("storage", 0, "float32", 400)) + b"Q"
     untyped = push(("storage", 0, "", 400)) + b"Q"
     v2 = stack_global("torch._utils", "_rebuild_tensor_v2")
@@ -388,7 +388,7 @@ def tensors() -> Iterator[Case]:
 
 
 def arrays() -> Iterator[Case]:
-    """Yields calls of overwire's own rebuilding functions with wrong arguments."""
+    """Yields pickles that call overwire's own rebuilding functions with wrong arguments."""
     bad: dict[str, list[tuple[Any, ...]]] = {
         "dtype": [("evil",), (3,), ([1],), ([("a",)],), ([("a", "<f4", (-1,))],), ([("a", "<f4", 3)],),
                   ("__import__('os')",), ()],
@@ -449,14 +449,14 @@ WATCHED = ("import", "exec", "compile", "open", "os.", "subprocess.", "socket.",
 
 
 def hunt(folder: Path) -> None:
-    """Loads the corpus, and prints every action except reads of the corpus files."""
+    """Loads the corpus, and prints every recorded action except reads of the corpus files."""
     import overwire as ow
     import torch
 
     state = torch.nn.functional.relu.__defaults__, dict(torch.nn.functional.relu.__dict__), torch.nn.Linear.forward
     cases = list(families())
     paths = [bundle(folder, number, data) for number, (_, data) in enumerate(cases)]
-    # These loads trigger the lazy imports of valid loads before the hook is active.
+    # These loads make the imports that valid loads need, before the hook is active.
     ow.compress_pickle({"a": torch.ones(3), "l": torch.nn.Linear(2, 2), "s": torch.ones(2).to_sparse()}, folder / "honest.pkl")
     ow.load_compressed_pickle(folder / "honest.pkl")
     for body in (
@@ -530,8 +530,8 @@ def test_trust_allows_refused_globals(tmp_path: Path) -> None:
 def test_a_forged_dtype_is_refused(tmp_path: Path) -> None:
     import overwire as ow
 
-    # If the flags of a structured dtype say that it holds no objects, and an array gets this dtype and raw bytes, numpy
-    # would use the bytes as pointers to objects.
+    # If the flags of a structured dtype falsely say that it has no objects, and an array gets this dtype and raw bytes,
+    # numpy would use the bytes as pointers to objects.
     dtype = stack_global("overwire.rebuild", "dtype") + push(([("a", "O", ())],)) + b"R"
     forged = dtype + push((3, "|", None, ("a",), {}, 8, 1, 0)) + b"b"
     array = push(ARRAY) + b"Q"

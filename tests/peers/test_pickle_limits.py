@@ -1,8 +1,8 @@
-"""Tests that a bundle's pickle cannot, without trust, reach outside its blobs, change checked data, or need more memory
-and time than its size justifies.
+"""Tests that without trust=True a bundle's pickle cannot reach outside its blobs, change checked data, or take more
+memory and time than its size justifies.
 
-Each case runs the interpreter itself on blobs in memory. Cases that once ended the process also run in a separate
-process.
+Each case runs overwire's pickle interpreter on blobs in memory. Cases that once crashed the process also run in a
+separate process.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def array(shape: tuple[int, ...], strides: tuple[int, ...], offset: int = 0, spe
 
 
 def test_an_array_with_strides_that_overflow_is_refused(fenced: Fenced) -> None:
-    # numpy computes the extent modulo 2**64, and 2**60 steps of 16 are 0.
+    # numpy computes the extent modulo 2**64, where 2**60 steps of 16 are 0.
     wraps = [
         ((1 << 60) + 1, 16),
         ((1 << 61) + 1, 8),
@@ -186,7 +186,7 @@ def test_sparse_tensors_have_their_own_indices(fenced: Fenced) -> None:
         before = made.to_dense()
         dense.fill_(1 << 36)
         assert made.to_dense().equal(before), layout
-        # Two sparse tensors with the same indices still share them.
+        # Two sparse tensors with the same indices share them.
         pair = sparse(layout, parts, size) * 2 + b"\x86"
         one, two = load(pair, fenced, blob, struct.pack("<4f", 1, 2, 3, 4))
         of = {"sparse_coo": "_indices", "sparse_csr": "col_indices", "sparse_bsr": "col_indices"}.get(layout, "row_indices")
@@ -197,7 +197,7 @@ def test_sparse_tensors_have_their_own_indices(fenced: Fenced) -> None:
 
 
 def test_the_stride_of_a_single_entry_is_not_used(fenced: Fenced) -> None:
-    # torch uses the first stride of the values as the length of a row.
+    # torch takes the first stride of the values for the length of a row.
     warnings.simplefilter("ignore")
     for stride in ((1 << 32, 3), (1 << 61, 1), (64, 64), (0, 0)):
         parts = tensor(0, "int64", 16, (2, 1), (1, 1 << 40)) + tensor(1, "int32", 16, (1, 1), stride)
@@ -298,7 +298,7 @@ def test_a_state_only_sets_attributes(fenced: Fenced) -> None:
             if name.startswith("__") or kind is not None and hasattr(kind, name):
                 with pytest.raises(ow.UntrustedPickleError):
                     load(target, fenced, bytes(16))
-    # The first state would set __setstate__ to torch.Tensor, and the second would call torch.Tensor(123).
+    # The first state would set __setstate__ to torch.Tensor, so that the second would call torch.Tensor(123).
     with pytest.raises(ow.UntrustedPickleError):
         load(ordered + b"}" + push("__setstate__") + tensor_class + b"sbK\x7bb", fenced)
     for state in (push(123), push((None, {"x": 1})), push(({"x": 1}, {"y": 1})), push([1]), b"}K\x01K\x02s"):
@@ -358,7 +358,7 @@ def test_an_rnn_has_only_the_layers_in_its_pickle(fenced: Fenced, state: dict[st
 
 @functools.cache
 def bombs() -> dict[str, bytes]:
-    """Returns small pickles, by name, that would need much memory or time."""
+    """Returns, by name, small pickles that would need much memory or time."""
     big = push(1 << 26)
     ranged = named("builtins", "range") + b"(" + big + b"tR"
     doubled = b"K\x01" + b"".join(b"\x94h" + bytes((n,)) + b"\x86" for n in range(60))
@@ -439,7 +439,7 @@ def bombs() -> dict[str, bytes]:
 
 
 def drop_bombs() -> None:
-    """Loads each bomb within 2 GiB, and prints its name and the class of its error."""
+    """Loads each bomb within 2 GiB of memory, and prints its name and the class of its error."""
     import resource
 
     import torch
@@ -458,7 +458,7 @@ def drop_bombs() -> None:
             print(type(error).__name__, flush=True)
         grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - begin
         assert grown < 1 << 20, (name, grown)
-    # The objects are built from the outside: each object is empty when it is stored in the previous object.
+    # The objects are built from the outside in: each is empty when it is stored in the previous one.
     for kind in (DEFAULT, named("collections", "OrderedDict")):
         body = (
             b"]"
@@ -475,7 +475,8 @@ def drop_bombs() -> None:
 
 
 def test_small_pickles_need_little_memory_and_time() -> None:
-    """Loads small pickles that would be expensive in a separate process. The time limit is only exceeded by a hang."""
+    """In a separate process, small pickles that would need much memory or time are refused. Only a hang can exceed the
+    time limit."""
     done = warm.run(["-c", "import test_pickle_limits as t; t.drop_bombs()"], cwd=Path(__file__).parent)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     outcomes = dict(line.rsplit(": ", 1) for line in done.stdout.splitlines())
@@ -533,7 +534,7 @@ def test_towers_that_python_frees_without_recursion_load(fenced: Fenced) -> None
                 load(padding + body, fenced)
         else:
             load(padding + body, fenced)  # this also frees the object
-    # If a tower ends halfway, the finished part is also freed.
+    # If a tower ends halfway, its finished part is freed as well.
     for body in towers.values():
         with pytest.raises(REFUSED):
             load(body[: -count // 2] + b"\xff", fenced)
@@ -554,7 +555,7 @@ def test_a_tensor_that_crashes_torch_is_refused(fenced: Fenced) -> None:
 
 
 def test_looking_up_names_imports_nothing(fenced: Fenced) -> None:
-    """torch imports some of its modules when their names are looked up. A pickle does not cause such imports."""
+    """torch imports some of its modules when their names are looked up. A pickle cannot cause such an import."""
     source = """
 import sys, torch, numpy, overwire
 from overwire.bundles import unpickling

@@ -1,9 +1,9 @@
-"""Tests that every rule of the safetensors format gives the same verdict as the original.
+"""Tests that overwire applies every rule of the safetensors format as the original does.
 
 ``goldens/container/vectors.json`` holds small files with two verdicts, one by the ``safetensors`` package and one by
-overwire. The Go tests compare the parser with the second. Here the package is compared with the first and the built
-library with the second, so neither can be wrong. Where they differ, overwire is always stricter, and STRICTER gives the
-reason.
+overwire. Go tests compare the parser with the second verdict. These tests compare the package with the first and the
+built library with the second, so neither verdict can be wrong. Where the two differ, overwire is stricter, and STRICTER
+gives the reason.
 """
 
 import base64
@@ -40,7 +40,7 @@ def engine():
     except ImportError as e:
         pytest.skip(f"overwire is not installed: {e}")
     try:
-        _verbs.knobs()  # loads _core
+        _verbs.knobs()  # this loads _core
     except (ImportError, OSError) as e:
         pytest.skip(f"overwire._core is not built: {e}")
     return _verbs
@@ -107,7 +107,7 @@ def test_switch(vector, tmp_path):
 def test_writers_order():
     """Both writers put tensors in the same order, so overwire's tensors are also aligned.
 
-    They are sorted by the dtype codes in docs/format.md section 5, largest first, and then by name.
+    The order is by the dtype codes in docs/format.md section 5, largest first, and then by name.
     """
     safetensors = pytest.importorskip("safetensors", minversion="0.8")
     codes = ("BOOL F4 F6_E2M3 F6_E3M2 U8 I8 F8_E5M2 F8_E4M3 F8_E8M0 F8_E4M3FNUZ F8_E5M2FNUZ "

@@ -1,6 +1,6 @@
-"""Tests that overwire.compat.tensorizer and the tensorizer package ("the reference") read each other's files in every
-combination of version, encryption, verification, nesting and source, and that overwire does not repeat known mistakes
-of the reference."""
+"""Tests that overwire.compat.tensorizer and the tensorizer package ("the reference") read each other's files, in every
+combination of version, encryption, verification, nesting and source. Also tests that overwire does not repeat known
+mistakes of the reference."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def same(a: Any, b: Any) -> bool:
 def test_every_combination(
     version: int, encrypted: str, sources: tuple[Path, dict[str, Callable[[Path], Any]]]
 ) -> None:
-    """Both readers can read the files of both writers: flat and nested, verified and not, from every source."""
+    """Both libraries read the files that both wrote: flat and nested, verified and not, from every source."""
     if encrypted != "plain" and not SODIUM:
         pytest.skip("the reference has no libsodium; the golden files are still read")
     folder, ways = sources
@@ -112,7 +112,7 @@ def test_every_combination(
         s.close()
         assert int.from_bytes(path.read_bytes()[5:9], "little") == max(version, 3 if params else 1)
         for reader, verify in itertools.product((ours, theirs), (False, True)):
-            # overwire reads every source. The reference starts curl for each source, so it only reads the next one in
+            # overwire reads from every source. The reference starts curl for each, so it only reads from one, in
             # rotation.
             for name in ways if reader is ours else [next(names)]:
                 key = None
@@ -134,7 +134,7 @@ def test_every_combination(
 
 
 def test_protobuf() -> None:
-    """overwire and the reference can read each other's protobuf messages. overwire restores bfloat16 exactly."""
+    """Both libraries read each other's protobuf messages. overwire restores bfloat16 exactly."""
     net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
     twin = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
     import tensorizer.protobuf as reference
@@ -254,7 +254,7 @@ def test_every_path() -> None:
 
 
 def test_private_names_that_clients_read(tmp_path: Path) -> None:
-    """Before a lazy load, _device, _file_flags, _file_header and _metadata equal the reference's."""
+    """Before a lazy load, _device, _file_flags, _file_header and _metadata have the reference's values."""
     s = theirs.TensorSerializer(tmp_path / "x")
     s.write_state_dict({"a": torch.ones(3).bfloat16(), "m": [META]})
     s.close()
@@ -288,8 +288,8 @@ def test_private_names_that_clients_read(tmp_path: Path) -> None:
 
 
 def test_names_that_programs_replace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If a program replaces TensorHash, checksums no longer match. If it replaces _enforce_scheme, the endpoints that
-    the replacement accepts work."""
+    """Replacing names in the module has an effect: with another TensorHash, checksums do not match, and with another
+    _enforce_scheme, the endpoints that it accepts work."""
     for writer in (ours, theirs):
         s = writer.TensorSerializer(tmp_path / "x")
         s.write_state_dict({"a": torch.ones(3)})
@@ -317,11 +317,11 @@ def test_names_that_programs_replace(tmp_path: Path, monkeypatch: pytest.MonkeyP
         ours.stream_io.open_stream("s3://bucket/x", s3_endpoint="http://127.0.0.1:1", s3_access_key_id="", s3_secret_access_key="")
 
 
-# These tests cover problems that users of the reference have had.
+# The next tests are about problems that users of the reference have had.
 
 
 def test_casts_convert_only_floats(tmp_path: Path) -> None:
-    """dtype= does not convert integer, bool, complex and fp8 tensors."""
+    """dtype= does not convert integer, bool, complex or fp8 tensors."""
     kept = {
         "i": torch.tensor([2**31 - 1, -(2**31)], dtype=torch.int32),
         "q": torch.randint(0, 256, (9,), dtype=torch.uint8),
@@ -339,7 +339,8 @@ def test_casts_convert_only_floats(tmp_path: Path) -> None:
 
 
 def test_tensors_without_data(tmp_path: Path) -> None:
-    """Tensors without data can have dtypes that only torch has. Empty tensors can be in encrypted files."""
+    """Tensors on meta, which have no data, can have dtypes that only torch has. Empty tensors can be in encrypted
+    files."""
     tensors = {
         "e": torch.zeros(0, 4).bfloat16(),
         "m": torch.empty(3, device="meta", dtype=torch.bfloat16),
@@ -362,7 +363,7 @@ def test_tensors_without_data(tmp_path: Path) -> None:
 
 
 def test_modules_are_restored(tmp_path: Path) -> None:
-    """Ties, hidden buffers and existing attributes are restored as in the saved module."""
+    """Ties, non-persistent buffers and existing attributes are restored as in the saved module."""
 
     class Tied(torch.nn.Module):
         def __init__(self) -> None:
@@ -401,8 +402,8 @@ def test_modules_are_restored(tmp_path: Path) -> None:
 
 
 def test_host_memory_is_bounded(tmp_path: Path) -> None:
-    """A load needs memory for its tensors and for a ring of fixed size, with any number of readers and any tensor
-    size."""
+    """A load needs memory for its tensors and for a ring of fixed size, whatever the number of readers and the size of
+    tensors."""
     import numpy as np
 
     key = bytes(range(32))
@@ -423,7 +424,7 @@ print(high("VmHWM") - before - (96 << 20))
 
 
 def test_crc32_of_files_without_checksums(tmp_path: Path) -> None:
-    """For a file without checksums, verify_crc32 is refused. The checksums of a container's chunks are always
+    """verify_crc32 is refused for a file without checksums. In a container, the checksums of chunks are always
     checked."""
     plain, packed, options = tmp_path / "p.safetensors", tmp_path / "c.safetensors", {"verify_crc32": True}
     tensors = {"a": torch.arange(100_000)}
@@ -448,7 +449,7 @@ def test_crc32_while_reading(tmp_path: Path) -> None:
         assert all(same(found[n], t) for n, t in tensors.items())
     assert same(ours.TensorDeserializer(path, device="cpu", verify_hash="crc32", lazy_load=True)["a"], tensors["a"])
     with ow.safe_open(path, framework="pt", storage_options=options) as f:
-        assert same(f.get_slice("a")[5:500], tensors["a"][5:500])  # a checksum exists only for the whole tensor
+        assert same(f.get_slice("a")[5:500], tensors["a"][5:500])  # there is only a checksum for the whole tensor
     from overwire.records import read_records
 
     whole = path.read_bytes()
@@ -481,7 +482,7 @@ def test_preloaded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_hostile_names(tmp_path: Path) -> None:
-    """Deep, clashing and unprintable paths are refused or read, without a crash or a hang."""
+    """Deep, conflicting and unprintable paths are read or refused, without a crash or a hang."""
     from overwire.records import NewRecord, make_front, write_records
 
     def build(names: list[str]) -> Path:

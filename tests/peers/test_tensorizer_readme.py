@@ -1,5 +1,6 @@
-"""Runs the programs of tensorizer's README in a process in which `tensorizer` is overwire. Only the bucket, the device
-and the name of the model differ. A replaced `transformers` makes a small model instead of downloading one."""
+"""Runs the programs of tensorizer's README in a process in which `tensorizer` is overwire's drop-in. Only the bucket,
+the device and the name of the model differ. A stand-in for `transformers` makes a small model instead of downloading
+one."""
 
 from __future__ import annotations
 
@@ -293,7 +294,7 @@ assert torch.equal(deserializer["a"], torch.arange(5))
 
 
 def run(folder: Path, *programs: str, env: dict[str, str] | None = None) -> str:
-    """Runs each program in a new namespace of one process in which `tensorizer` is overwire."""
+    """Runs each program in its own namespace, in one process in which `tensorizer` is overwire's drop-in."""
     (folder / "transformers.py").write_text(TRANSFORMERS)
     check = "import tensorizer\nassert 'overwire' in tensorizer.__name__\n"
     for i, program in enumerate(programs):
@@ -308,7 +309,7 @@ def run(folder: Path, *programs: str, env: dict[str, str] | None = None) -> str:
 
 
 def test_examples(tmp_path: Path) -> None:
-    """All examples without a bucket run. The first two examples use a folder instead of the bucket."""
+    """All examples without a bucket run, and the first two with a folder in place of the bucket."""
     bucket = f"BUCKET = {str(tmp_path / 'bucket')!r}\n"
     said = run(tmp_path, bucket + SERIALIZE, bucket + DESERIALIZE, ENCRYPTION, STATE_DICTS, TORCH_COMPAT, NUMPY)
     assert "Deserializing to" in said and "/s" in said and "Memory usage after: CPU" in said and "Output: " in said

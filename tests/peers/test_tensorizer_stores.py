@@ -1,5 +1,5 @@
-"""Tests tensorizer's streams with real Redis and S3 servers. overwire.compat.tensorizer and the reference exchange
-files, requests are refused, and writers are interrupted."""
+"""Tests tensorizer's streams with real Redis and S3 servers: overwire.compat.tensorizer and tensorizer itself ("the
+reference") exchange files, requests are refused, and writers are interrupted."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def write(module: Any, to: Any, encryption: Any = None) -> None:
 
 @pytest.fixture(scope="module")
 def redis_at() -> Iterator[tuple[Any, str]]:
-    """Yields a client of the package redis, and the beginning of its URIs."""
+    """Yields a client of the package redis, and the prefix of its URIs."""
     client_of = pytest.importorskip("redis")
     with stores.redis(password=None) as (_, base):
         client = client_of.Redis(host=stores.HOST, port=int(base.rstrip("/").rpartition(":")[2]))
@@ -44,7 +44,8 @@ def redis_at() -> Iterator[tuple[Any, str]]:
 
 
 def test_files_are_exchanged_through_redis(redis_at: tuple[Any, str], tmp_path: Path) -> None:
-    """Each library, and overwire itself, loads the plain and encrypted files that either library copies to Redis."""
+    """Both libraries, and overwire's own functions, load plain and encrypted files that either library has copied to
+    Redis."""
     client, base = redis_at
     for writer, encrypted in itertools.product((ours, theirs), (False, True)):
         key = f"{writer.__name__}.{encrypted}"
@@ -78,7 +79,8 @@ def test_files_are_exchanged_through_redis(redis_at: tuple[Any, str], tmp_path: 
 
 
 def test_a_copy_to_redis_is_resumed(redis_at: tuple[Any, str], tmp_path: Path) -> None:
-    """An interrupted copy is resumed. A different file is refused or, with force, replaces the stored file."""
+    """An interrupted copy is resumed. If the file differs from the stored one, it is refused or, with `force`, replaces
+    it."""
     client, base = redis_at
     write(theirs, tmp_path / "a")
     one = ours.TensorDeserializer(tmp_path / "a", device="cpu", lazy_load=True)
@@ -103,7 +105,7 @@ def test_a_copy_to_redis_is_resumed(redis_at: tuple[Any, str], tmp_path: Path) -
 
 
 def test_redis_stream(redis_at: tuple[Any, str]) -> None:
-    """RedisStreamFile reads like a file: ranges, seeks, ends, and errors of the server."""
+    """RedisStreamFile reads like a file: ranges, seeks, the end, and errors of the server."""
     client, base = redis_at
     data = os.urandom(3_000_000)
     client.set("raw:a:0", data[:1000])
@@ -143,7 +145,7 @@ def test_redis_stream(redis_at: tuple[Any, str]) -> None:
 
 
 def test_save_to_redis(redis_at: tuple[Any, str]) -> None:
-    """save_file and convert write .tensors files to stores. The old file stays until the new file is complete."""
+    """save_file and `convert` write .tensors files to stores. The old file stays until the new one is complete."""
     _, base = redis_at
     tensors = {f"t{i}": torch.randn(n) for i, n in enumerate((5_000_000, 3, 4_200_000, 0, 1 << 20))}
     uri = base + "folder/model.tensors"
@@ -258,7 +260,7 @@ def s3_at() -> Iterator[tuple[dict[str, Any], Path]]:
 def test_exchanged_files_on_s3(
     s3_at: tuple[dict[str, Any], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Serialisers write to s3:// and deserialisers load from there, for each pair of libraries, by stream and by
+    """For each pair of libraries, one serialises to s3:// and the other deserialises from there, by stream and by
     URI."""
     options, folder = s3_at
     given = {"s3_access_key_id": options["key"], "s3_secret_access_key": options["secret"], "s3_endpoint": options["endpoint_url"]}
@@ -287,7 +289,7 @@ def test_exchanged_files_on_s3(
     params = theirs.DecryptionParams.from_key(bytes(32))
     with theirs.TensorDeserializer("s3://models/ours.tensors", device="cpu", verify_hash=True, encryption=params) as de:
         assert torch.equal(de["b"], torch.ones(3))
-    # Tests s3_upload and s3_download, and .s3cfg.
+    # s3_upload, s3_download and .s3cfg
     (tmp_path / "file").write_bytes(b"bytes" * 1000)
     ours.stream_io.s3_upload(str(tmp_path / "file"), "s3://models/raw", options["key"], options["secret"], options["endpoint_url"])
     assert (folder / "raw").read_bytes() == b"bytes" * 1000
@@ -315,7 +317,7 @@ def test_exchanged_files_on_s3(
 
 @pytest.mark.slow
 def test_s3_writers_finish_their_objects(s3_at: tuple[dict[str, Any], Path], tmp_path: Path) -> None:
-    """If a writer is dropped, or still open at exit, it writes its object. If writing fails, the old object stays."""
+    """A writer that is dropped, or still open at exit, writes its object. If writing fails, the old object stays."""
     options, folder = s3_at
     program = f"""
 import overwire.compat.tensorizer as t, torch, gc

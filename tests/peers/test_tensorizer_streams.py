@@ -40,7 +40,7 @@ OPENING = "bytes=0-262143"
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Serves DATA and its ranges, calls `say` before each answer, and records requests."""
+    """Serves DATA and its ranges. Calls `say` before each answer, and records requests."""
 
     protocol_version = "HTTP/1.1"
     asked: list[dict[str, str]]
@@ -105,8 +105,8 @@ def serving(say: Any = None, tls: ssl.SSLContext | None = None, **more: Any) -> 
 
 @pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
 def test_headers_stay_with_the_first_host(status: int) -> None:
-    """Headers for one server are never sent to another server: not in the first request, not when the stream seeks
-    back, and not when the stream is converted."""
+    """If a server redirects to another, the caller's headers are never sent there: not in the first request, when the
+    stream seeks back, or when the stream is converted."""
     with contextlib.ExitStack() as stack:
         other, there = stack.enter_context(serving())
         first, here = stack.enter_context(serving(lambda h, _: h.redirect(other + "/x", status) or True))
@@ -123,7 +123,7 @@ def test_headers_stay_with_the_first_host(status: int) -> None:
 
 
 def test_headers_within_a_host() -> None:
-    """If a redirect leads to another path of the same server, the headers are sent."""
+    """After a redirect to another path of the same server, the headers are sent."""
 
     def say(h: Handler, _: bytes) -> bool:
         if h.path == "/x":
@@ -138,8 +138,8 @@ def test_headers_within_a_host() -> None:
 
 @pytest.mark.parametrize("ranges", [True, False], ids=["ranges", "one-get"])
 def test_headers_of_the_answer(ranges: bool, tmp_path: Path) -> None:
-    """The server's headers can be read, even if they are repeated. Content-Length is the length of the stream.
-    `cache_status` of a file reports a cache's answer."""
+    """The headers of the answer can be read, even repeated ones. Content-Length is the length of the stream.
+    `cache_status` of a file gives what a cache has answered."""
     def say(h: Handler, data: bytes) -> bool:
         if not ranges:
             del h.headers["Range"]
@@ -158,8 +158,8 @@ def test_headers_of_the_answer(ranges: bool, tmp_path: Path) -> None:
 
 
 def test_reads_at_the_end_equal_the_references() -> None:
-    """Reads at the end of a range, after it and past the object, and messages after closing, are as in the reference.
-    The reference needs curl."""
+    """Reads at the end of a range, after it and past the object, and messages after closing, are the same as in the
+    reference, which needs curl."""
     theirs = pytest.importorskip("tensorizer.stream_io")
     modules = [stream_io, theirs] if shutil.which("curl") else [stream_io]
 
@@ -203,8 +203,8 @@ def test_reads_at_the_end_equal_the_references() -> None:
 
 @pytest.mark.parametrize("ranges", [True, False])
 def test_a_body_that_ends_early(ranges: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A truncated body is resumed. If every body is truncated, OSError is raised. A read never returns too few
-    bytes."""
+    """If a body is truncated, the read is resumed. If every body is truncated, OSError is raised. A read never returns
+    too few bytes."""
     cuts = iter((1000, 0, 300_000))
     data = DATA * 4
 
@@ -233,7 +233,7 @@ def test_a_body_that_ends_early(ranges: bool, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("how", ["tag", "date", "size"])
 def test_an_object_that_changes(how: str) -> None:
-    """If the object has changed, seeking back reads the object that was opened, or raises an error."""
+    """Seeking back after the object has changed reads the object that was opened, or raises an error."""
     new = bytes(len(DATA) + (how == "size"))
     was = {"Last-Modified": "Mon, 01 Jan 2024 00:00:00 GMT"} if how == "date" else None
     now = {"Last-Modified": "Tue, 02 Jan 2024 00:00:00 GMT"} if how == "date" else None
@@ -260,7 +260,7 @@ def test_an_object_that_changes(how: str) -> None:
 
 
 def test_readers_that_seek(tmp_path: Path) -> None:
-    """ObjectReader can seek back in a local file, and detects a change. It cannot seek back in several objects."""
+    """ObjectReader can seek back in a local file, and notices a change. It cannot seek back in several objects."""
     path = tmp_path / "x"
 
     def put(data: bytes, day: int) -> None:
@@ -284,7 +284,7 @@ def test_readers_that_seek(tmp_path: Path) -> None:
 
 
 def test_stalled_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If a server no longer answers, the stream raises OSError with the server's name."""
+    """If a server stops answering, the stream raises OSError with the server's name."""
     over = threading.Event()
 
     def say(h: Handler, data: bytes) -> bool:
@@ -377,8 +377,8 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, ssl.SSLCo
 
 
 def test_certificates(authority: tuple[Path, ssl.SSLContext], monkeypatch: pytest.MonkeyPatch) -> None:
-    """All three forms of CAInfo work. Variables are read when a stream is opened, and later connections use the same
-    values."""
+    """All three forms of CAInfo work. Environment variables are read when a stream is opened, and its later connections
+    use the same values."""
     folder, context = authority
     variables = ("SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE")
     for name in variables:
@@ -409,8 +409,8 @@ def test_certificates(authority: tuple[Path, ssl.SSLContext], monkeypatch: pytes
 
 
 def test_certificates_without_tls(authority: tuple[Path, ssl.SSLContext], tmp_path: Path) -> None:
-    """An http:// endpoint accepts all forms of CAInfo, even without a certificate in them. A redirect to https uses
-    them."""
+    """An http:// endpoint accepts all forms of CAInfo, even without a certificate in them. After a redirect to https
+    they are used."""
     folder, context = authority
     (tmp_path / "empty").mkdir()
     (tmp_path / "none.pem").write_text("none")
@@ -439,7 +439,7 @@ def test_redirects_from_https_to_http_are_refused(authority: tuple[Path, ssl.SSL
 
 
 def bare(monkeypatch: pytest.MonkeyPatch, home: Path, endpoint: str) -> None:
-    """Prepares an environment with an endpoint and without credentials."""
+    """Prepares an environment that has an endpoint but no credentials."""
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(home))
@@ -449,8 +449,8 @@ def bare(monkeypatch: pytest.MonkeyPatch, home: Path, endpoint: str) -> None:
 
 
 def test_public_buckets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without credentials, requests for an object are not signed: as a stream, from a stream, and by URI. Credentials
-    that are passed are always used."""
+    """Without credentials, requests for an object are unsigned, whether it is read as a stream, from a stream or by
+    URI. Credentials that the caller passes are always used."""
     serializer = TensorSerializer(tmp_path / "x.tensors")
     serializer.write_tensor(0, "a", 0, np.arange(1000))  # type: ignore[arg-type]
     serializer.close()
@@ -502,7 +502,7 @@ for stream in kept:
 
 
 def test_uploads_that_fail(tmp_path: Path) -> None:
-    """Closing a stream reports a failed upload. At exit, a failed upload does not stop other uploads."""
+    """Closing a stream reports that its upload has failed. At exit, a failed upload does not stop the others."""
     kind = type("OneRefusing", (Refusing,), {"asked": [], "say": None})
     server = ThreadingHTTPServer(("127.0.0.1", 0), kind)
     threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -533,7 +533,7 @@ def test_uploads_that_fail(tmp_path: Path) -> None:
 
 
 def test_errors_of_a_callers_file() -> None:
-    """If a write to a file without a descriptor fails, the error of this file is raised."""
+    """If a write to a caller's file object without a descriptor fails, the object's own error is raised."""
 
     class Full(io.BytesIO):
         def write(self, data: Any) -> int:
@@ -547,7 +547,7 @@ def test_errors_of_a_callers_file() -> None:
 
 
 def test_only_the_engine_opens_connections() -> None:
-    """No module opens its own connections, except distributed/group.py between ranks."""
+    """No Python module opens connections, except distributed/group.py between ranks."""
     other = {"aiohttp", "boto3", "botocore", "ftplib", "http", "httpx", "requests", "socket", "ssl", "urllib3"}
     package = Path(ow.__file__).parent
     for path in sorted(package.rglob("*.py")):
@@ -562,7 +562,7 @@ def test_only_the_engine_opens_connections() -> None:
 
 
 def test_to_redis_refuses_a_truncated_file(tmp_path: Path) -> None:
-    """If a file is shorter than its index says, no truncated value is stored."""
+    """If a file is shorter than its index says, to_redis stores no truncated value."""
     path = tmp_path / "x.tensors"
     ow.save_file({"a": np.arange(40_000, dtype=np.int64), "b": np.arange(9.0)}, path)
 
@@ -581,8 +581,8 @@ def test_to_redis_refuses_a_truncated_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("lazy", [False, True])
 def test_a_file_is_opened_and_indexed_once(tmp_path: Path, lazy: bool) -> None:
-    """A TensorDeserializer requests the beginning of a file once, whatever it loads. Its results are right. A key that
-    the file does not need is refused."""
+    """Whatever a TensorDeserializer loads, it requests the beginning of the file once. Its results are right, and a key
+    that the file does not need is refused."""
     want = {f"t{n}": torch.randn(300 + n, 500) for n in range(5)}
     serializer = TensorSerializer(str(tmp_path / "x.tensors"))
     serializer.write_state_dict(want)

@@ -39,7 +39,7 @@ UNREADABLE = {
 
 
 def values(path: Path) -> list[float]:
-    """Returns the values of the tensor "a" in a file."""
+    """Returns the values of tensor "a" in a file."""
     return list(ow.load_file(path, framework="np")["a"].tolist())
 
 
@@ -49,7 +49,8 @@ def hidden(folder: Path) -> list[str]:
 
 @pytest.mark.parametrize("array", UNREADABLE.values(), ids=UNREADABLE)
 def test_arrays_that_no_reader_supports_are_refused(array: np.ndarray, tmp_path: Path) -> None:
-    """If an array's dtype cannot be read, it is refused as in the reference, but before anything is written."""
+    """An array of a dtype that no reader supports is refused as in tensorizer itself, but before anything is
+    written."""
     with pytest.raises((TypeError, ValueError)) as expected:
         theirs.TensorSerializer(tmp_path / "theirs").write_tensor(0, "x", theirs.TensorType.PARAM, array)
     with ours.TensorSerializer(tmp_path / "x.tensors") as serializer:
@@ -61,9 +62,9 @@ def test_arrays_that_no_reader_supports_are_refused(array: np.ndarray, tmp_path:
 
 @pytest.mark.parametrize("unnamed", [True, False])
 def test_the_file_appears_when_it_is_closed(tmp_path: Path, unnamed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Until a writer is closed, its path has no file or the older file. Then it has the whole new file, with the mode
-    of the older file, and the folder has no other files. If there are several writers, the file of the last closed one
-    stays."""
+    """Until a writer is closed, there is no file or the older file at its path. Then there is the complete new file,
+    with the mode of the older one, and no other file in the folder. Of several writers, the last one to be closed
+    wins."""
     if not unnamed:
         plain = os.open
 
@@ -94,7 +95,7 @@ def test_the_file_appears_when_it_is_closed(tmp_path: Path, unnamed: bool, monke
 
 
 def test_a_failed_write_leaves_the_older_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If a with block raises an error or a write fails, the older file stays, and the folder has no other files."""
+    """If a `with` block raises an error or a write fails, the older file stays, and no other file is left."""
     path = tmp_path / "x.tensors"
     with ours.TensorSerializer(path) as serializer:
         serializer.write_tensor(0, "a", PARAM, np.ones(3))
@@ -114,7 +115,8 @@ def test_a_failed_write_leaves_the_older_file(tmp_path: Path, monkeypatch: pytes
 
 
 def test_open_files_stay_in_place(tmp_path: Path) -> None:
-    """A file that the caller has opened is complete after each write, as in the reference. A device is not replaced."""
+    """A file object that the caller has opened is complete after each write, as in tensorizer itself. A device is not
+    replaced."""
     path = tmp_path / "x.tensors"
     with open(path, "wb+") as file:
         serializer = ours.TensorSerializer(file)
@@ -142,8 +144,8 @@ serializer.write_tensor(0, "a", 0, np.full(3, 2.0))
 def test_writers_open_when_a_process_ends(
     end: str, left: float, tmp_path: Path, torch_script: Callable[..., Any]
 ) -> None:
-    """A writer that is not closed writes its file at exit. If the process is killed or its program fails, the older
-    file stays, and the folder has no other files. A forked child writes nothing."""
+    """A writer that was not closed writes its file at exit. If the process is killed or its program fails, the older
+    file stays, and no other file is left. A forked child writes nothing."""
     path = tmp_path / "x.tensors"
     with ours.TensorSerializer(path) as serializer:
         serializer.write_tensor(0, "a", PARAM, np.ones(3))
@@ -164,7 +166,7 @@ class _Copies(TorchFunctionMode):
 
 
 def test_a_gpu_tensor_is_copied_in_the_order_of_its_memory() -> None:
-    """Even a transposed tensor is copied in the order of its memory, without a second tensor on the GPU."""
+    """Even a transposed tensor is copied in the order of its memory, without a second copy on the GPU."""
     dense = torch.arange(24.0).reshape(2, 3, 4)
     for tensor in (dense, dense.transpose(0, 2), dense[0, 0, 0], dense[:0]):
         with _Copies() as seen:

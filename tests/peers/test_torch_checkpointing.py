@@ -1,4 +1,5 @@
-"""Tests that overwire reads safetensors items of the real torch_checkpointing, which also reads compressed items."""
+"""Tests that overwire reads safetensors items which the real torch_checkpointing has written, and that
+torch_checkpointing reads compressed items."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig 
 
 
 def test_items_are_read_compressed_and_loaded(tmp_path: Path) -> None:
-    """load_file reads a safetensors item. If the item is compressed in place, torch_checkpointing's manager loads it
+    """load_file reads a safetensors item. After the item is compressed in place, torch_checkpointing's manager loads it
     under patch_safetensors. The tensors of a torch.save item can be converted."""
     torch.manual_seed(1)
     model = torch.nn.Linear(300, 200, dtype=torch.bfloat16)

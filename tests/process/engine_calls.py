@@ -1,5 +1,5 @@
-"""Calls the engine directly for the process tests, with JSON text and packed numbers. Uses `overwire._verbs` for calls
-with arguments that the tests do not vary."""
+"""Calls the engine for the process tests: directly, with JSON text and packed numbers, or through `overwire._verbs`
+where the tests do not vary the arguments."""
 
 from __future__ import annotations
 

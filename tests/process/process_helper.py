@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-# AddressSanitizer and emulators are much slower, so tests make only a tenth of the runs there.
+# Tests make only a tenth of their runs under AddressSanitizer and emulators, which are much slower.
 FEWER = 10 if os.environ.get("OVERWIRE_TEST_SLOW") else 1
 
 PRELUDE = """
@@ -28,7 +28,7 @@ def run(
     source: str, *args: object, timeout: float = 240, rc: int | None = 0, small_quarantine: bool = False,
     cwd: Path | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """Runs PRELUDE and then Python source in a fresh interpreter. small_quarantine is for sources that measure memory,
+    """Runs PRELUDE and then Python source in a fresh interpreter. small_quarantine: for sources that measure memory,
     because AddressSanitizer otherwise keeps freed memory."""
     env = {k: v for k, v in os.environ.items() if not k.startswith(("OVERWIRE_P", "PRELOAD"))}
     if small_quarantine and "ASAN_OPTIONS" in env:
@@ -74,7 +74,7 @@ BIG = 16 << 20, 4096  # arguments of write_sparse for LongJob's file
 
 
 class LongJob:
-    """A load that takes many seconds and little memory: thousands of tensors that are all loaded to one address."""
+    """A load that takes many seconds but little memory: it loads thousands of tensors to one address."""
 
     def __init__(self, path: str) -> None:
         import engine_calls as e
@@ -84,7 +84,7 @@ class LongJob:
         address = ctypes.addressof((ctypes.c_char * size).from_buffer(self.memory))
         self.model = e.open_model(json.dumps({"uris": [path], "map": False}))
         requests = b"".join(struct.pack("=6q", i, address, 0, -1, 0, -1) for i in range(count))
-        # With one worker, the test has a core for itself on a machine with two cores.
+        # With one worker, the test itself has a core on a machine with two.
         self.job = e.load_start(self.model, requests, '{"threads": 1}')
 
     def end(self) -> None:
@@ -113,10 +113,10 @@ def load(path: str, raw: bool = False) -> list[tuple[object, int]]:
 
 
 def child(body: Callable[[], None], limit: float = 60) -> int:
-    """Runs body in a forked child, which exits like a program. Returns the exit code, or 99 if the child hung."""
+    """Runs body in a forked child, which exits as a program does. Returns the exit code, or 99 if the child hung."""
     code = _child(body, limit)
     # Before LLVM 18, AddressSanitizer does not hold its own locks during a fork, so a child may inherit a locked one
-    # and hang. It then gets a second try. Without AddressSanitizer, a child must never hang.
+    # and hang. Such a child is tried again. Without AddressSanitizer, a child must never hang.
     if code == 99 and FEWER > 1:
         code = _child(body, limit)
     return code
@@ -142,7 +142,7 @@ def threads() -> int:
     return len(os.listdir("/proc/self/task"))
 
 
-AT_FIRST = threads()  # one thread, plus the emulator's threads
+AT_FIRST = threads()  # one thread, and the emulator's threads
 
 
 def rss() -> int:

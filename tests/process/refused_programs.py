@@ -48,8 +48,8 @@ def _write(path: str, seed: int, kind: Any) -> None:
             file.write(bytes([seed + block]) * 100_000)
 
 
-# By kind: the file name, and a function (path, seed) that saves tensors of the seed. `prepare` makes the files it
-# reads.
+# By kind: the file name, and a function (path, seed) that saves the tensors of a seed. `prepare` makes the files that
+# it reads.
 SAVES = {
     "plain": ("x.safetensors", lambda path, seed: ow.save_file(_tensors(seed), path)),
     "small": ("y.safetensors", lambda path, seed: ow.save_file({"small": np.arange(seed, seed + 9)}, path)),
@@ -90,7 +90,7 @@ def _outcome(call: Any, typed: Any = ow.OverwireError) -> list[Any]:
 
 
 def prepare(folder: str) -> None:
-    """Fills a folder with the files that LOADS and SAVES read."""
+    """Fills a folder with the files that functions of LOADS and SAVES read."""
     os.makedirs(f"{folder}/set", exist_ok=True)
     for seed in (1, 2):
         ow.save_file(_tensors(seed), f"{folder}/source{seed}.safetensors")
@@ -99,7 +99,7 @@ def prepare(folder: str) -> None:
 
 
 def save(kind: str, folder: str, seed: int) -> list[Any]:
-    """Runs a save and returns its outcome. Writers that act as open files may also raise OSError."""
+    """Runs a save and returns its outcome. A writer that works like an open file may also raise OSError."""
     name, call = SAVES[kind]
     typed = OSError if kind in ("file", "object") else ow.OverwireError
     return _outcome(lambda: call(f"{folder}/{name}", seed) and None, (ow.OverwireError, typed))

@@ -1,7 +1,7 @@
 """Makes system calls of a child process fail, one at a time: the n-th call of a kind fails with a given errno.
 
 A seccomp filter in the child, which needs no privileges, passes each call of these kinds to this process, which allows
-or refuses it. The calls of all threads are counted together, from the start of a task to its answer.
+or refuses it. Calls of all threads are counted together, from the start of a task to its answer.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-# x86-64 numbers. clone, futex, getrandom and mappings of anonymous memory are missing, because Go's runtime ends the
+# x86-64 numbers. clone, futex, getrandom and mappings of anonymous memory are not listed, because Go's runtime ends the
 # process if they fail.
 CALLS = {
     "read": 0, "write": 1, "open": 2, "stat": 4, "fstat": 5, "lstat": 6, "lseek": 8, "mmap": 9, "pread64": 17,
@@ -122,7 +122,7 @@ class Refusal:
             os.close(self._listener)
 
     def _is_event(self, process: int, descriptor: int) -> bool:
-        # Go's runtime wakes its threads with an eventfd, and ends the process if this fails.
+        # Go's runtime wakes its threads through an eventfd, and ends the process if this fails.
         try:
             return "eventfd" in os.readlink(f"/proc/{process}/fd/{descriptor}")
         except OSError:
@@ -143,8 +143,8 @@ class Refusal:
         self, task: Iterable[Any], call: str = "", at: int = 1, number: int = 0, *, lasts: bool = False,
         timeout: float = 60,
     ) -> Any:
-        """Runs a task and returns its answer. The at-th call of a kind fails with errno `number`. With lasts, all later
-        calls also fail.
+        """Runs a task and returns its answer. Call number `at` of a kind fails with the errno `number`. With `lasts`,
+        so do all later ones.
 
         Raises TimeoutError if the answer takes too long, and ConnectionError if the child has exited.
         """
@@ -163,7 +163,7 @@ class Refusal:
         return json.loads(answer)
 
     def refuse(self, call: str = "", at: int = 1, number: int = 0, *, lasts: bool = False) -> None:
-        """Restarts the counts, and refuses calls like `run` until the next task ends. Without a kind, all calls are
+        """Restarts the counts, and refuses calls as in `run` until the next task ends. Without a kind, all calls are
         allowed."""
         with self._lock:
             self._counts.clear()

@@ -10,7 +10,7 @@ import overwire
 import pytest
 from overwire.model.forked import is_compressed
 
-# Reads with every safetensors function. The parent has opened the files in `opened`.
+# Reads with every safetensors function. The files in `opened` were opened by the parent.
 WORKER = """
 import sys
 import overwire as ow, safetensors, safetensors.numpy, safetensors.torch, torch
@@ -127,8 +127,8 @@ print("ok")
 
 
 def test_data_loader_workers_read_files(tmp_path: Path, torch_script) -> None:
-    """A forked worker can read a plain file in every way, with or without the patch. overwire's functions can also read
-    a compressed file."""
+    """A forked worker can read a plain file with every function, with or without the patch. overwire's functions can
+    also read a compressed file."""
     pytest.importorskip("safetensors")
     (tmp_path / "worker.py").write_text(WORKER)
     (tmp_path / "plain dir").mkdir()
@@ -169,7 +169,8 @@ held["asleep"].wake()
 
 
 def test_a_container_is_recognised_in_every_spelling(tmp_path: Path) -> None:
-    """A container is recognised even if its header spells characters as JSON escapes, with and without the engine."""
+    """Compressed files are recognised even if their header has characters written as JSON escapes, with and without the
+    engine."""
     path = tmp_path / "m.safetensors"
     overwire.save_file({"w": np.zeros(9000, np.float32)}, path)
     data = path.read_bytes()
@@ -181,13 +182,13 @@ def test_a_container_is_recognised_in_every_spelling(tmp_path: Path) -> None:
 
 
 def test_objects_that_a_child_drops_stay_usable_in_the_parent(torch_script) -> None:
-    """If a child drops objects, nothing is printed, and the parent can still use the objects."""
+    """If a child drops its parent's objects, nothing is printed, and the parent can still use them."""
     done = torch_script(DROPPING)
     assert not done.stderr, done.stderr
 
 
 def test_a_child_that_is_forked_while_the_engine_starts_is_refused(torch_script) -> None:
-    """Ctrl-C interrupts a call after the engine was mapped and before it has started. A child that is forked then is
+    """If Ctrl-C interrupts a call after the engine was mapped and before it has started, a child that is then forked is
     refused, and the parent continues."""
     torch_script(
         """
@@ -224,8 +225,8 @@ assert ow.load_file("m")["a"].tolist() == [1, 1, 1]
 
 
 def test_wrong_arguments_leave_the_engine_closed(torch_script) -> None:
-    """A source that is invalid or has no file name, and invalid option values, are refused before the engine starts.
-    The program can still fork."""
+    """Invalid sources, sources without a file name, and invalid options are refused before the engine starts, so the
+    program can still fork."""
     torch_script(
         """
 import inspect, os
@@ -272,7 +273,7 @@ assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_a_child_cannot_use_its_parents_group(torch_script) -> None:
-    """If a forked child uses its parent's process group, it is refused immediately, even if the engine never started. A
+    """A forked child that uses its parent's process group is refused immediately, even if the engine never started. A
     group that the child creates works."""
     torch_script(
         """
@@ -306,7 +307,7 @@ dist.destroy_process_group()
 
 
 LOCKS = r"\b(?:Lock|RLock|Condition|Semaphore|BoundedSemaphore|Barrier|allocate_lock)\((?!new_lock\(\)\))"
-# Modules that create locks by themselves, and the reasons.
+# Modules that create locks themselves, and why.
 OTHER_LOCKS = {
     "_engine.py": "daemon threads wait for it at exit",
     "_locks.py": "creates all locks",
@@ -315,7 +316,7 @@ OTHER_LOCKS = {
 
 
 def test_every_lock_is_replaced_in_a_child() -> None:
-    """Locks are created in one module, which replaces them in a forked child. The list has the exceptions."""
+    """One module creates all locks, and replaces them in a forked child. The list has the exceptions."""
     folder = Path(overwire.__file__).parent
     makers = {
         str(path.relative_to(folder)) for path in folder.rglob("*.py") if re.search(LOCKS, path.read_text(encoding="utf-8"))
@@ -409,8 +410,8 @@ assert ow.load_file("m")["a"].tolist() == [1, 1, 1]
 
 
 def test_no_module_waits_for_a_lock_of_the_parent(torch_script) -> None:
-    """If another thread of the parent holds the locks of all modules during a fork, the child can read plain files.
-    Other calls are refused without waiting."""
+    """Even if another thread of the parent holds the locks of all modules during a fork, the child can read plain
+    files. Other calls are refused without waiting."""
     torch_script(HOLDING + MODULES)
 
 
@@ -536,8 +537,8 @@ assert in_child(lambda: saved.wait() and saved.cancel(), saved._ended._cond) == 
 
 
 def test_no_object_waits_for_a_lock_of_the_parent(torch_script) -> None:
-    """If another thread of the parent holds all locks during a fork, the child gets an error when it reads through the
-    parent's objects, and can close them without waiting. The parent can still use them."""
+    """If another thread of the parent holds the locks of the parent's objects during a fork, the child gets an error
+    when it reads through these objects, and can close them without waiting. The parent can still use them."""
     done = torch_script(HOLDING + OBJECTS)
     assert all("decodes compressed files slowly" in line or line.startswith("  ") for line in done.stderr.splitlines()), done.stderr
 
@@ -566,6 +567,7 @@ for name, end in ends.items():
 
 
 def test_buffered_data_is_written_once(script) -> None:
-    """Data that the parent has buffered in a file is written once, by the parent, even if a child closes the file."""
+    """Data that the parent has buffered in a file object is written once, by the parent, even if a child closes the
+    file."""
     done = script(WRITERS)
     assert not done.stderr, done.stderr

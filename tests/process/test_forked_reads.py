@@ -98,8 +98,8 @@ for kind in ("plain", "packed"):
 
 
 def test_reads_after_torch_has_started_its_threads(torch_script) -> None:
-    """A forked child has none of torch's threads. It reads plain and compressed files and folders whole, by slices,
-    cast, into modules and as a stream."""
+    """A forked child, which has none of torch's threads, reads plain and compressed files and folders: completely, by
+    slices, cast, into modules and as a stream."""
     torch_script(AFTER_TORCH)
 
 
@@ -143,7 +143,7 @@ assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_a_folder_is_read_whole_or_not_at_all(script) -> None:
-    """A child reads the files of an index.json or a complete set of shards. It refuses any other folder."""
+    """A child reads a folder that has an index.json or a complete set of shards, and refuses any other folder."""
     script(FOLDERS)
 
 

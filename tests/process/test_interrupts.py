@@ -1,5 +1,5 @@
-"""Tests KeyboardInterrupt at the start of every overwire function that is called while an object is used, one function
-at a time. Nothing stays open or half written, no thread keeps running, and the object can be used again."""
+"""Raises KeyboardInterrupt at the start of every overwire function that runs while an object is used, one function at a
+time. Nothing may stay open or half written, no thread may keep running, and the object must be usable again."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ after()
     ],
 )  # fmt: skip
 def test_an_interrupt_at_every_function(torch_script, life: str) -> None:
-    """After an interrupt at the start of any function, everything is released, and the object can be created again."""
+    """After an interrupt at the start of any function, everything is released, and the same work succeeds."""
     torch_script(INTERRUPTING, LIFE=life)
 
 
@@ -178,7 +178,8 @@ next(batches)
 
 
 def test_exit_with_an_open_batch(torch_script) -> None:
-    """If the interpreter exits while a ParallelLoader is iterated, it does not wait for a thread that has ended."""
+    """If the interpreter exits in the middle of iterating a ParallelLoader, it does not wait for a thread that has
+    already ended."""
     assert not torch_script(EXITING).stderr
 
 
@@ -229,6 +230,6 @@ assert [name for name, _ in loader.iterate_weights()] == names
 
 
 def test_a_loader_that_another_thread_closes(torch_script) -> None:
-    """If a thread closes a ParallelLoader, another thread that waits for a batch continues. A second iteration at the
-    same time is refused."""
+    """If a ParallelLoader is closed, a thread that waits for a batch in it continues. A second iteration at the same
+    time is refused."""
     torch_script(CLOSING)

@@ -57,8 +57,8 @@ assert os.listdir(os.path.dirname(target)) == [os.path.basename(target)]
 
 
 def test_limits_are_read_without_proc() -> None:
-    """In a sandbox without /proc, the same limits are compared before the engine starts. Otherwise Go's runtime would
-    end the process."""
+    """In a sandbox without /proc, limits are still checked before the engine starts. Otherwise Go's runtime would end
+    the process."""
     run(
         """
 import builtins, resource
@@ -102,7 +102,7 @@ ow.inspect(sys.argv[1])
 
 
 def test_first_call_in_a_small_address_space(tmp_path: Path) -> None:
-    """With any amount of address space (`ulimit -v`), the first call succeeds or raises MemoryError."""
+    """With any limit on address space (`ulimit -v`), the first call succeeds or raises MemoryError."""
     source = write_plain(tmp_path / "a.safetensors", {"x": ("U8", [1 << 16], bytes(1 << 16))})
     run(
         """
@@ -220,8 +220,8 @@ assert libc.prctl(38, 1, 0, 0, 0) == 0 and libc.prctl(22, 2, ctypes.byref(Progra
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the system call numbers are those of x86-64")
 def test_writers_on_an_old_system(tmp_path: Path) -> None:
-    """Every writer and reader works if the system refuses rare and newer system calls, like old kernels and
-    sandboxes."""
+    """Every writer and reader works if the system refuses rare and newer system calls, as old kernels and sandboxes
+    do."""
     run(REFUSED_CALLS + EVERY_WRITER, tmp_path)
 
 
@@ -251,8 +251,8 @@ assert os.listdir(folder) == []
 def test_errors_of_python_code_have_the_systems_errno(
     torch_script: Callable[..., subprocess.CompletedProcess[str]],
 ) -> None:
-    """System errors from Python code also have errno and file name, even after another process has sent them and a rank
-    has added its name."""
+    """Errors of system calls in Python code also have errno and file name, even after they were sent from another
+    process and a rank has added its number."""
     torch_script(
         """
 import concurrent.futures, errno, multiprocessing, os, pickle, resource

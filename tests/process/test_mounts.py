@@ -1,4 +1,4 @@
-"""Tests saves to file systems that lack a system call. A seccomp filter simulates them."""
+"""Tests saves to file systems that do not support a system call, which a seccomp filter simulates."""
 
 from __future__ import annotations
 
@@ -114,8 +114,8 @@ for call, code, error, says in (
 
 
 def test_file_systems_that_lack_a_call(torch_script: Callable[..., subprocess.CompletedProcess[str]]) -> None:
-    """Without ftruncate, fsync or fchmod, files, sets, bundles and checkpoints can be saved. Without pwrite or rename,
-    a save raises an error that says so, the old files stay, and no other file is left."""
+    """Files, shards, bundles and checkpoints can be saved without ftruncate, fsync or fchmod. Without pwrite or rename,
+    a save raises an error that names the call, the old files stay, and no other file is left."""
     if not NUMBERS:
         pytest.skip(f"the system call numbers of {platform.machine()} are not known")
     done = torch_script(f"NUMBERS = {NUMBERS}\n{PROGRAM}", check=False)

@@ -23,14 +23,14 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root may change 
 
 
 def strangers(path: Path) -> None:
-    """Gives a path to another user."""
+    """Makes another user the owner of a path."""
     os.chown(path, STRANGER, STRANGER, follow_symlinks=False)
     return path
 
 
 @pytest.fixture
 def shared(tmp_path: Path) -> Path:
-    """Makes a folder with the mode of /tmp."""
+    """Makes a folder that everyone can write to, like /tmp."""
     folder = tmp_path / "shared"
     folder.mkdir()
     folder.chmod(0o1777)
@@ -40,7 +40,7 @@ def shared(tmp_path: Path) -> Path:
 @needs_root
 @pytest.mark.parametrize("link", ["file", "folder"])
 def test_links_of_others_are_not_followed(tmp_path: Path, shared: Path, link: str) -> None:
-    """Writers do not follow another user's link, neither at the end of a path nor inside it."""
+    """In a shared folder, writers do not follow another user's link, neither at the end of a path nor inside it."""
     home = tmp_path / "home"
     home.mkdir()
     (home / "out").write_text("mine")
@@ -51,7 +51,7 @@ def test_links_of_others_are_not_followed(tmp_path: Path, shared: Path, link: st
         FileWriter(str(target))
     with pytest.raises(ow.AccessError, match=f"belongs to user {STRANGER}"):
         places.Place(target, None, True)
-    if link == "file":  # for links inside a path, the engine relies on the kernel's check
+    if link == "file":  # for links inside a path, the engine relies on the kernel
         with pytest.raises(ow.AccessError, match=f"belongs to user {STRANGER}"):
             ow.save_file({"w": torch.ones(3)}, target)
         with pytest.raises(ow.AccessError, match=f"belongs to user {STRANGER}"):
@@ -60,8 +60,8 @@ def test_links_of_others_are_not_followed(tmp_path: Path, shared: Path, link: st
 
 
 def test_own_links_are_followed(tmp_path: Path, shared: Path) -> None:
-    """The user's own links in such a folder are followed. Relative links, chains of links and ".." resolve like in the
-    kernel."""
+    """The user's own links in a shared folder are followed. Relative links, chains of links and ".." are resolved as
+    the kernel does."""
     (tmp_path / "home/deep").mkdir(parents=True)
     (shared / "one").symlink_to("two")
     (shared / "two").symlink_to("../home/deep")
@@ -102,7 +102,7 @@ def test_an_index_that_links_to_itself(tmp_path: Path) -> None:
 
 @needs_root
 def test_a_link_that_appears_and_disappears(tmp_path: Path, shared: Path) -> None:
-    """Another user's link is never followed, even if the link appears and disappears all the time."""
+    """Another user's link is never followed, even if it appears and disappears all the time."""
     program = """
 import os, sys
 path, to = sys.argv[1:]
@@ -135,7 +135,7 @@ def refuses(path: str) -> bool:
 
 @needs_root
 def test_another_users_index_does_not_set_the_mode(shared: Path) -> None:
-    """Another user's index does not change the owner or mode of a new file."""
+    """An index that another user has planted does not change the owner or mode of a new file."""
     index = shared / "m.safetensors.index.json"
     index.write_text('{"weight_map": {"w": "m.safetensors"}}')
     index.chmod(0o666)
@@ -147,8 +147,8 @@ def test_another_users_index_does_not_set_the_mode(shared: Path) -> None:
 
 @needs_root
 def test_a_checkpoint_in_another_users_folder(shared: Path) -> None:
-    """If another user has created a folder with the name of a save's temporary folder, no checkpoint is written to it,
-    and the folder does not change."""
+    """If another user has created a folder with the name of a save's temporary folder, the save uses another name, and
+    the folder does not change."""
     planted = [shared / ".c.partial", shared / ".c.partial-01234567"]
     for folder in planted:
         folder.mkdir()
@@ -164,8 +164,7 @@ def test_a_checkpoint_in_another_users_folder(shared: Path) -> None:
 
 @needs_root
 def test_prepared_state_below_another_users_folder(shared: Path) -> None:
-    """A folder for prepared state is refused if another user owns its parent, because this user could replace the
-    folder."""
+    """A folder for prepared state is refused if another user owns the parent folder and could thus replace it."""
     (shared / "theirs/prepared").mkdir(parents=True, mode=0o700)
     (shared / "theirs/prepared").chmod(0o700)
     strangers(shared / "theirs")
@@ -175,8 +174,8 @@ def test_prepared_state_below_another_users_folder(shared: Path) -> None:
 
 
 def test_modules_in_the_working_folder_are_not_imported(tmp_path: Path) -> None:
-    """The command and the processes that it starts run no Python file of the working folder. test_distributed.py tests
-    this with ranks."""
+    """The command and the processes that it starts run no Python file from the working folder. test_distributed.py
+    tests this with ranks."""
     torch.save({"w": torch.ones(3)}, tmp_path / "model.bin")
     words = [*processes.plant_modules(tmp_path), "compress", "model.bin", "-o", "out.safetensors"]
     env = os.environ | {"PYTHONPATH": str(Path(ow.__file__).parents[1])}
@@ -189,8 +188,8 @@ def test_modules_in_the_working_folder_are_not_imported(tmp_path: Path) -> None:
 def test_a_folder_that_can_be_written_but_not_listed(
     torch_script: Callable[..., subprocess.CompletedProcess[str]],
 ) -> None:
-    """If another user's folder can be written but not listed, saves that need no listing work. Other saves are refused
-    and leave nothing."""
+    """In another user's folder that can be written but not listed, saves that need no listing work. Other saves are
+    refused and leave nothing."""
     torch_script(
         """
 import os, tempfile

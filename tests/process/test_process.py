@@ -1,7 +1,6 @@
 """Tests import, fork, exit, signals and threads of the engine, each in a separate interpreter.
 
-Promises that depend on timing are tested many times with random delays from a seed, and hundreds
-of times by `make more`.
+What depends on timing is tested many times with random delays from a seed, and hundreds of times by `make more`.
 """
 
 from __future__ import annotations
@@ -45,7 +44,8 @@ assert "torch" not in sys.modules and "numpy" not in sys.modules
 
 @pytest.mark.parametrize("forks", [max(10, 40 // FEWER), pytest.param(200, marks=pytest.mark.slow)])
 def test_forked_children_are_refused(big: str, small: str, forks: int) -> None:
-    """In a forked child, every call raises ForkedError immediately, tensors can be read, and the exit code is 0."""
+    """In a forked child, every call raises ForkedError immediately, existing tensors can be read, and the child exits
+    with code 0."""
     out = run("""
 import ctypes
 import overwire.jobs  # imported once, not in each child
@@ -88,7 +88,7 @@ busy.end()
 
 
 def test_direct_engine_calls_are_refused_in_children(small: str) -> None:
-    """A child also cannot call the engine directly, without overwire._verbs."""
+    """Calling the engine directly, without overwire._verbs, is also refused in a child."""
     run("""
 from overwire import _core as raw
 e.knobs()
@@ -116,8 +116,8 @@ assert not raw.forked()
 
 
 def test_fork_while_the_runtime_starts(small: str) -> None:
-    """If a child was forked after the engine's file was mapped and before its first call, its calls are refused. The
-    calls of the parent are not."""
+    """If a child is forked after the engine's file was mapped and before its first call, the child's calls are refused,
+    but not the parent's."""
     run("""
 from overwire import _engine
 _engine.open_library()
@@ -203,8 +203,8 @@ for i in range(n):
 
 
 def test_exit_raises_nothing_in_daemon_threads(big: str) -> None:
-    """If the interpreter exits while a daemon thread waits for a job, the thread gets no error, because Python would
-    print it."""
+    """If the interpreter exits while a daemon thread waits for a job, no error is raised in the thread, because Python
+    would print it."""
     run("""
 import atexit
 busy = LongJob(sys.argv[1])
@@ -259,7 +259,7 @@ busy.end()
 
 
 def test_sigterm_ends_the_process_at_once(big: str) -> None:
-    """SIGTERM keeps its default action and ends the process without delay."""
+    """SIGTERM keeps its default action and ends the process at once."""
     program = PRELUDE + "busy = LongJob(sys.argv[1])\nprint('go', flush=True)\ne.job_wait(busy.job, None)"
     with processes.started([sys.executable, "-c", program, big], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stdout.readline() == "go\n"
@@ -324,8 +324,9 @@ assert not failed, failed
 
 @pytest.mark.parametrize("first", ["main", "another"])
 def test_other_interpreters_are_refused(first: str, small: str) -> None:
-    """A second interpreter in the process gets a clear ImportError. The main interpreter works and exits without
-    hanging, whichever interpreter imports overwire first, and even if the second is not closed."""
+    """Importing overwire in a second interpreter of the process raises a clear ImportError. The main interpreter works
+    and exits without hanging, whichever interpreter imports overwire first, and even if the second one is not
+    closed."""
     pytest.importorskip("_xxsubinterpreters")
     run(
         r"""
@@ -357,7 +358,7 @@ assert len(load(small)) == 1 and e.knobs()
 
 
 def test_calls_raise_after_a_panic_and_python_continues() -> None:
-    """After a panic in Go, this call and later calls raise EngineError. The stack is printed once. The process
+    """A call in which Go panics, and all later calls, raise EngineError. The stack is printed once, and the process
     continues."""
     done = run("""
 from overwire._engine import core
@@ -375,7 +376,7 @@ print("alive")
 
 
 def test_no_writer_runs_after_a_panic(big: str) -> None:
-    """After a panic in any call, the wait for a load ends only when nothing writes to the caller's memory any more."""
+    """After a panic in any call, a wait for a load ends only when nothing writes to the caller's memory any more."""
     run("""
 from overwire._engine import core
 busy = LongJob(sys.argv[1])
@@ -413,7 +414,7 @@ assert rows["OVERWIRE_THREADS"]["value"] == "1", rows["OVERWIRE_THREADS"]
 
 
 def test_a_preload_is_joined_once(small: str, tmp_path: Path) -> None:
-    """Only one load can join a preload. Only the preload's own job reports that the preload failed."""
+    """Only one load can join a preload. If the preload failed, only its own job reports this."""
     run("""
 import ctypes
 path, missing = sys.argv[1], sys.argv[2]
@@ -459,7 +460,7 @@ def test_cli_ctrl_c_gives_130(tmp_path: Path) -> None:
     command = [sys.executable, "-c", program, "compress", source, "-o", str(tmp_path / "out.safetensors")]
     with processes.started(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         deadline = time.monotonic() + 60
-        while len(list(tmp_path.iterdir())) < 2 and time.monotonic() < deadline:  # until its temporary file appears
+        while len(list(tmp_path.iterdir())) < 2 and time.monotonic() < deadline:  # wait for its temporary file
             time.sleep(0.02)
         assert process.poll() is None, process.communicate()
         process.send_signal(signal.SIGINT)
@@ -470,7 +471,7 @@ def test_cli_ctrl_c_gives_130(tmp_path: Path) -> None:
 
 
 def test_objects_that_outlive_their_modules_print_nothing(small: str, tmp_path: Path) -> None:
-    """If objects exist until overwire's modules are cleared at exit, they print nothing when they are destroyed."""
+    """Objects that live until overwire's modules are cleared at exit print nothing when they are destroyed."""
     (tmp_path / "holder.py").write_text("kept = []\n")
     program = """
 import holder  # imported before overwire, so it is cleared after it

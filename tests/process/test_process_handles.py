@@ -1,4 +1,4 @@
-"""Tests handles, texts and memory that Python and the engine pass to each other."""
+"""Tests the handles, texts and memory that Python and the engine pass to each other."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DTYPES = {
 
 @pytest.fixture(scope="module")
 def every(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Writes a file with a 3 x 4 tensor of each dtype of whole bytes, and tensors of unusual shapes."""
+    """Writes a file with a 3 x 4 tensor of each dtype that has whole bytes, and with tensors of unusual shapes."""
     tensors = {
         name: (name, [3, 4], bytes(i % 2 for i in range(12 * size)))
         for name, size in sorted(DTYPES.items(), key=lambda d: -d[1])
@@ -104,8 +104,8 @@ for _ in range(100):
 
 
 def test_texts_and_lists_are_checked(every: str) -> None:
-    """Text with NUL or lone surrogates, numbers out of range and wrong tuples raise ValueError or TypeError in
-    Python."""
+    """Text with NUL or lone surrogates, numbers out of range and wrong tuples raise ValueError or TypeError before the
+    engine is called."""
     run("""
 import struct
 model = e.open_model(json.dumps({"uris": [sys.argv[1]]}))
@@ -220,7 +220,7 @@ assert b"".join(a.tobytes() for a in arrays) == data
 
 
 def test_tensors_returned_one_by_one(every: str) -> None:
-    """job_next returns each request once, in order of arrival. After that, job_take returns nothing."""
+    """job_next returns each requested tensor once, in order of arrival. After that, job_take returns nothing."""
     run("""
 model = e.open_model(json.dumps({"uris": [sys.argv[1]]}))
 n = len(e.model_table(model))
@@ -237,8 +237,8 @@ assert e.job_take(job) == [(None, 0)] * n
 
 
 def test_tensors_returned_in_columns(every: str) -> None:
-    """Columns have the same content as job_next and job_take: non-empty tensors with their positions, and the number of
-    empty tensors."""
+    """Packed columns have the same contents as job_next and job_take: non-empty tensors with their positions, and the
+    number of empty tensors."""
     run("""
 import struct
 model = e.open_model(json.dumps({"uris": [sys.argv[1]]}))
@@ -269,7 +269,7 @@ assert landed.capsules[0] is None and landed.missing == 2 and [at for at, _ in l
 
 
 def test_the_table_of_many_tensors(tmp_path: Path) -> None:
-    """The rows of a model's table share equal objects."""
+    """In the table of a model with many tensors, rows share equal objects."""
     random = Random(5)
     names = sorted(DTYPES)
     want = {}
@@ -295,8 +295,7 @@ for name, dtype, shape, nbytes, stored, source, alias in rows:
 
 
 def test_destinations_and_slices(every: str) -> None:
-    """If a request has a destination, for a whole tensor or a slice, the data is loaded there and no capsule is
-    returned."""
+    """If a request for a tensor or a slice has a destination, the data is loaded there and no capsule is returned."""
     run("""
 import ctypes, struct
 model = e.open_model(json.dumps({"uris": [sys.argv[1]]}))
@@ -312,7 +311,7 @@ assert whole.raw == bytes(i % 2 for i in range(48)) and part.raw == whole.raw[24
 
 
 def test_unused_capsules_are_freed(tmp_path: Path) -> None:
-    """Dropped capsules, unused jobs and used tensors free their memory, so RSS stays bounded."""
+    """Dropped capsules, unused jobs and used tensors free their memory, so the resident memory stays bounded."""
     size = 8 << 20
     big = {f"t{i}": ("U8", [size], bytes(size)) for i in range(2)}
     many = {f"s{i}": ("U8", [1000], bytes(1000)) for i in range(2000)}
@@ -356,7 +355,7 @@ for path in sys.argv[1:]:
 
 
 def test_save_and_load_through_handles(tmp_path: Path) -> None:
-    """Data that is saved with save_start, plain or compressed, is equal after verifying and converting it back."""
+    """Data that save_start saves, plain or compressed, can be verified and is unchanged after converting it back."""
     run("""
 import array, ctypes
 values = array.array("H", [0x3F80 + i % 97 for i in range(1 << 17)])
@@ -409,7 +408,7 @@ except FileNotFoundError as error:
 
 
 def test_freed_numbers_run_no_python_code(every: str) -> None:
-    """Freed job and model numbers have no `__del__`, because Python would discard a Ctrl-C in it."""
+    """Freeing the numbers of jobs and models runs no `__del__`, because Python would discard a Ctrl-C in it."""
     run(
         """
 import overwire as ow

@@ -56,7 +56,7 @@ def test_a_failed_test_leaves_no_process(tmp_path: Path) -> None:
 
 
 def test_workers_share_the_cores() -> None:
-    """All pytest workers together use at most one torch thread per core. The environment can set another number."""
+    """All pytest workers together use at most one torch thread per core, unless the environment sets another number."""
     for workers, cores, threads in (("6", 16, "2"), ("4", 16, "4"), ("4", 2, "1")):
         env = {"PYTEST_XDIST_WORKER_COUNT": workers}
         share_cores(env, cores)

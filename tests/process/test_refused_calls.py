@@ -1,5 +1,5 @@
 """Tests loads, saves and servers while system calls fail, one at a time. Each function returns the right result or
-raises a typed error, and existing files stay whole."""
+raises a typed error, and existing files stay intact."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="the syst
 PROGRAM = Path(__file__).with_name("refused_programs.py")
 NUMBERS = (errno.EPERM, errno.EIO, errno.ENOMEM, errno.EMFILE, errno.EAGAIN, errno.ENOSPC)
 
-# Saves work without these calls, because some kernels and file systems lack them.
+# Saves work without these calls, because some kernels and file systems do not have them.
 COURTESIES = (
     "cachestat", "fadvise64", "fallocate", "fchown", "flock", "fremovexattr", "fstatfs", "getxattr", "linkat",
     "madvise", "renameat2", "statfs", "sync_file_range",
@@ -54,14 +54,14 @@ class Child:
         return answer[1] if answer and answer[0] == "done" else answer
 
     def counts(self, *task: Any) -> dict[str, int]:
-        """Returns how many calls of each kind a task makes."""
+        """Returns how many system calls of each kind a task makes."""
         assert self.refusal.run(task)[0] == "done"
         return self.refusal.counts()
 
     def refused(
         self, task: list[Any], call: str, at: int, number: int, lasts: bool, check: Callable[[list[Any]], str]
     ) -> None:
-        """Runs a task in which a call fails. If check finds a fault in its result, records the fault."""
+        """Runs a task in which a call fails. Records the fault that `check` finds in the result, if any."""
         where = f"{task[:2]}: {call} {at}{' and later' if lasts else ''}: {errno.errorcode[number]}"
         try:
             answer = self.refusal.run(task, call, at, number, lasts=lasts, timeout=60 * FEWER)
@@ -93,8 +93,8 @@ def child(module_child: Child) -> Iterator[Child]:
 
 @pytest.fixture
 def folder(child: Child, request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
-    """Makes the folder in which the programs read and write. The folder is in memory, so that saves do not wait for a
-    disk, except in slow tests."""
+    """Makes the folder in which the programs read and write. Except in slow tests it is in memory, so that saves do not
+    wait for a disk."""
     memory = Path("/dev/shm")
     with contextlib.ExitStack() as stack:
         if memory.is_dir() and request.node.get_closest_marker("slow") is None:
@@ -104,9 +104,9 @@ def folder(child: Child, request: pytest.FixtureRequest, tmp_path: Path) -> Iter
 
 
 def each_refusal(counts: dict[str, int], wide: bool) -> Iterator[tuple[str, int, int, bool]]:
-    """Yields the call to refuse, its position, the errno, and whether later calls also fail. With wide, each call fails
-    with each errno. Otherwise each kind of call has three cases: the last call fails with EIO, the first call fails
-    with EMFILE, and all calls fail with EPERM."""
+    """Yields the call to refuse, its position, the errno, and whether later calls also fail. With `wide`, each call
+    fails with each errno. Otherwise there are three cases for each kind of call: the last call fails with EIO, the
+    first with EMFILE, and all with EPERM."""
     for call, count in counts.items():
         if not wide:
             yield call, count, errno.EIO, False
@@ -163,7 +163,7 @@ def sweep(child: Child, task: list[Any], wide: bool, renew: Callable[[], None] =
 
 @pytest.mark.parametrize("kind", ["plain", "set", "file"])
 def test_saves(child: Child, folder: Path, kind: str) -> None:
-    """If a system call fails, a save succeeds, or raises a typed error and leaves the old file or set."""
+    """If a system call fails, a save succeeds, or raises a typed error and keeps the old file or shards."""
     sweep_saves(child, folder, kind, wide=False)
 
 
@@ -190,7 +190,7 @@ def test_every_load(child: Child, folder: Path, kind: str) -> None:
 @pytest.mark.parametrize("number", [errno.EPERM, errno.ENOSYS])
 @pytest.mark.parametrize("kind", ["plain", "set", "file"])
 def test_saves_without_optional_calls(child: Child, folder: Path, kind: str, number: int) -> None:
-    """If a sandbox refuses calls that a save can do without, the save succeeds and private files stay private."""
+    """If a sandbox refuses calls that a save can do without, the save succeeds, and private files stay private."""
     work = folder / "work"
     work.mkdir()
     child.run("save", kind, str(work), 2)
@@ -210,8 +210,7 @@ def test_saves_without_optional_calls(child: Child, folder: Path, kind: str, num
 
 @pytest.mark.parametrize("number", [errno.EPERM, errno.ENOSYS])
 def test_a_cache_without_locks(child: Child, folder: Path, number: int) -> None:
-    """If files cannot be locked, a process still puts the objects that it fetches into the cache and finds them
-    there."""
+    """If files cannot be locked, a process still puts fetched objects into the cache and finds them there."""
     with overwire_serve(folder) as url:
         task = ["load_uri", f"{url}packed.safetensors", {"cache": str(folder / "cache")}]
         whole = child.refusal.run([*task[:2], {}])

@@ -1,4 +1,4 @@
-"""Tests Ctrl-C while a thread is being started."""
+"""Tests what Ctrl-C does while a thread is being started."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ for begin in (in_pool, with_map, alone):
 
 
 def test_ctrl_c_at_the_start_of_a_thread_waits(script: Callable[..., subprocess.CompletedProcess[str]]) -> None:
-    """If Ctrl-C arrives at any line of Python's own code, the thread still runs and does its work. KeyboardInterrupt is
-    raised afterwards."""
+    """If Ctrl-C arrives at any line of Python's code for starting a thread, the thread still runs and does its work.
+    KeyboardInterrupt is raised afterwards."""
     script(INTERRUPTING)
 
 

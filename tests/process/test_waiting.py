@@ -1,5 +1,5 @@
-"""Tests functions that wait for servers that are silent, slow or stop in the middle, and for pipes and devices in place
-of files.
+"""Tests functions that wait for silent or slow servers, for servers that stop in the middle, and for pipes and devices
+in place of files.
 
 Each function ends with a typed error after its timeout, and Ctrl-C ends it immediately. waiting_worker.py runs all
 cells of a table in one process.
@@ -17,12 +17,12 @@ import processes
 import pytest
 
 WORKER = Path(__file__).with_name("waiting_worker.py")
-# Equal to retry.OpenTries.
+# The same as retry.OpenTries in Go.
 TRIES = 3
 
 
 def cells(table: str, folder: Path) -> dict[str, dict[str, Any]]:
-    """Returns the cells of one table. If a cell hangs or ends the process, the error names it."""
+    """Returns the results of all cells of one table. If a cell hangs or ends the process, the error names it."""
     command = [sys.executable, str(WORKER), table, str(folder)]
     with processes.started(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         out, errors = process.communicate(timeout=400)
@@ -38,11 +38,11 @@ def bad(found: dict[str, dict[str, Any]], good: Any) -> list[dict[str, Any]]:
 
 
 def test_servers_that_do_not_answer(tmp_path: Path) -> None:
-    """A function ends with a typed error after its timeout, and makes at most the documented number of tries."""
+    """A function ends with a typed error after its timeout, and tries at most as often as documented."""
     found = cells("servers", tmp_path)
 
     def good(cell: dict[str, Any]) -> bool:
-        # The files of a list are opened at the same time. A preload and its load each open one file.
+        # The two files of a list are opened at the same time. A preload and its load each open the file.
         tries = TRIES * (2 if "list" in cell["cell"] or "preload and load" in cell["cell"] else 1)
         wanted = ("CancelledError",) if "close" in cell["cell"] else ("DeadlineError", "OverwireError")
         return cell["ended"] in wanted and 1 <= cell.get("seen", 1) <= tries
@@ -53,7 +53,7 @@ def test_servers_that_do_not_answer(tmp_path: Path) -> None:
 
 
 def test_special_files(tmp_path: Path) -> None:
-    """If a path is not a regular file, each function that opens it ends with a typed error."""
+    """Each function that opens a path ends with a typed error if the path is not a regular file."""
     found = cells("special", tmp_path)
 
     def good(cell: dict[str, Any]) -> bool:
@@ -74,15 +74,15 @@ def test_special_files(tmp_path: Path) -> None:
 def may_go_well(name: str) -> bool:
     verb, _, place = name.partition(", ")
     return (
-        verb == "save_file"  # replaces the file or a link's target
+        verb == "save_file"  # these replace the file or the target of the link
         or (verb in ("preload", "inspect", "verify") and place.startswith("bundle"))  # these only read the container
         or (verb == "read_bytes" and place.endswith("/proc"))
-        or (verb == "ObjectReader" and place.endswith("terabytes"))  # reads only one byte
+        or (verb == "ObjectReader" and place.endswith("terabytes"))  # this reads only one byte
     )
 
 
 def test_ctrl_c_ends_every_wait(tmp_path: Path) -> None:
-    """KeyboardInterrupt is raised long before the timeout of one minute, and connections are closed."""
+    """Ctrl-C raises KeyboardInterrupt long before the timeout of one minute, and connections are closed."""
     found = cells("signals", tmp_path)
     assert found.pop("files that are left")["ended"] == "none"
     assert found.pop("a number that no one holds")["ended"] == "closed"

@@ -1,4 +1,4 @@
-"""Runs servers that never send a complete answer, for waiting_worker.py."""
+"""Servers that never send a complete answer, for waiting_worker.py."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ class Server(threading.Thread):
         self.reached.clear()
 
     def drained(self) -> int:
-        """Waits until all connections are closed, and returns how many there were. It opens a connection of its own,
-        because this is accepted after all waiting connections."""
+        """Waits until all connections are closed, and returns how many there were. Opens a connection itself, which is
+        accepted after all waiting ones."""
         with socket.create_connection(("127.0.0.1", self.port)) as mark:
             while mark.getsockname() not in self.peers:
                 time.sleep(0.005)

@@ -1,6 +1,6 @@
 """Calls every function that can wait, in one process, with servers and files that do not answer.
 
-test_waiting.py starts it.
+test_waiting.py starts this program.
 
     waiting_worker.py servers | special | signals | torch FOLDER
 
@@ -25,7 +25,7 @@ from typing import Any
 
 from waiting_servers import MODEL, Server
 
-# A call hangs if it takes longer than this number of seconds. The process then ends.
+# A call that takes more seconds than this is considered to hang, and the process ends.
 HANG = 20.0
 
 
@@ -58,7 +58,7 @@ def ending(verb: Callable[[], Any]) -> str:
 
 
 def cli(*argv: str) -> Callable[[], Any]:
-    """Returns a function that runs the command line and raises an error if the command fails."""
+    """Returns a function that runs a command line and raises an error if the command fails."""
 
     def verb() -> None:
         import overwire as ow
@@ -117,7 +117,7 @@ def urls(server: Server, folder: Path, options: dict[str, str]) -> dict[str, Cal
 
 
 def ended_preload(preload: Any, method: str) -> None:
-    """Calls a method that waits for a preload, and cancels the preload, because it continues after Ctrl-C."""
+    """Calls a method that waits for a preload. Then cancels the preload, because it continues after Ctrl-C."""
     try:
         getattr(preload, method)()
     finally:
@@ -125,7 +125,7 @@ def ended_preload(preload: Any, method: str) -> None:
 
 
 def beside_preload(preload: Any, load: Callable[[], Any]) -> None:
-    """Loads a file that is being preloaded, so it is opened twice, and cancels the preload."""
+    """Loads a file while it is being preloaded, so that it is opened twice. Then cancels the preload."""
     try:
         load()
     finally:
@@ -133,7 +133,7 @@ def beside_preload(preload: Any, load: Callable[[], Any]) -> None:
 
 
 def close_early(reader: Any, server: Server) -> None:
-    """Closes a reader that has an open request, and ends like a cancelled wait."""
+    """Closes a reader that has an open request, and ends as a cancelled wait does."""
     server.reached.wait(HANG)
     reader.close()
     raise_typed()
@@ -187,7 +187,7 @@ def servers(folder: Path) -> None:
     for kind, server in kinds.items():
         for name, verb in urls(server, folder, options).items():
             if kind != "silent" and name.startswith(("load_file ", "preload", "overwire")):
-                continue  # these functions open files like other functions
+                continue  # these functions open files as others do
             server.reset()
             with watched(f"{name}, {kind}"):
                 ended, seen = ending(verb), server.drained()
@@ -270,7 +270,7 @@ def signals(folder: Path) -> None:
 
 
 def nobodys(server: Server) -> None:
-    """Checks that a job ends if its number is dropped, as after Ctrl-C before the number is stored."""
+    """Checks that a job ends if its number is dropped, as happens if Ctrl-C arrives before the number is stored."""
     from engine_calls import fetch_start, verify_start
 
     spec = {"uris": [f"http://127.0.0.1:{server.port}/m.safetensors"], "storage": {"storage": {"timeout": "60"}}}
@@ -456,7 +456,7 @@ def special(folder: Path) -> None:
         }
 
     def neighbours(at: Path, make: Callable[[Path], Any]) -> dict[str, Callable[[], Any]]:
-        make(at / "x.pth")  # would share the container's name if it was a pickle
+        make(at / "x.pth")  # if it were a pickle, it would share the name of the container
         make(at / "unrelated.pkl")
         return {
             "compress_pickle": lambda: must(ow.compress_pickle(tensors, at / "x.pkl")),
@@ -479,7 +479,7 @@ def special(folder: Path) -> None:
 
 
 def must_not() -> None:
-    """Replaces a call that would copy all data. Ends with a typed error, because the call is not expected here."""
+    """Replaces a call that would copy all data. Raises a typed error, because the call is not expected here."""
     raise_typed()
 
 
@@ -489,8 +489,8 @@ def must(_: Any) -> None:
 
 
 def ours(verb: Callable[[], Any]) -> None:
-    """Calls a function of a compat module. Any error counts as typed, because compat modules raise the errors of the
-    original library."""
+    """Calls a function of a compat module. Any error counts as typed, because compat modules raise the original
+    library's errors."""
     try:
         verb()
     except Exception:
