@@ -88,7 +88,7 @@ fakepy: build ## run Python tests of GPU codecs, on an engine with the fake driv
 asan: venv $(BUILT) ## run Python tests of the engine under AddressSanitizer
 gotest: ## run Go tests and vet, with SIMD, and the decoders also without; `make fakegpu` tests the GPU engine
 race: ## run Go tests under the race detector
-fakegpu: ## run tests of device/cuda on the fake driver, which runs the kernels' host twins
+fakegpu: ## run tests of device/cuda on the fake driver, which runs the kernels on the CPU
 gofmt golint gotest race static fakegpu fakepy asan:
 	@.ci/check $@
 counts: ## lower the ceilings of lines, names and writing habits; WHY="a reason" also raises those of lines and names

@@ -207,7 +207,7 @@ def rank_main(folder: Path, rank: int, size: int) -> None:
 
         copies()
         rate = (1 << 30) / min(timed(copies)[0] for _ in range(3)) / 1e9
-        say(f"{'floor: simultaneous pinned copies by all ranks':<44} {rate:8.1f} GB/s a rank")
+        say(f"{'floor: simultaneous pinned copies by all ranks':<44} {rate:8.1f} GB/s per rank")
         del here, host
     for path in (packed, plain):
         seconds = min(
@@ -233,7 +233,7 @@ def rank_main(folder: Path, rank: int, size: int) -> None:
                 held = count(got)
                 title = f"{path.stem}, {'tensor-parallel' if shard else 'whole'}, {exchange}"
                 rate = held / min(times) / 1e9
-                say(f"{title:<44} {rate:8.1f} GB/s a rank {rate * size:8.1f} in all {held / first / 1e9:8.1f} first")
+                say(f"{title:<44} {rate:8.1f} GB/s per rank {rate * size:8.1f} in all {held / first / 1e9:8.1f} first")
                 del got
     use("mapped")
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import html
 import json
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -198,13 +199,45 @@ def test_commands_exist() -> None:
 
 
 def _tests() -> set[str]:
-    """Returns the names of all Python tests in tests/ and Go tests in gosrc."""
+    """Returns the names of all Python tests in tests/, and of all Go tests and fuzz targets in gosrc."""
     there: set[str] = set()
     for path in (ROOT / "tests").rglob("test_*.py"):
         there |= set(re.findall(r"^ *def (\w+)\(", path.read_text(), re.M))
     for path in (ROOT / "gosrc").rglob("*_test.go"):
-        there |= set(re.findall(r"^func (Test\w+)\(t \*testing\.T\)", path.read_text(), re.M))
+        there |= set(re.findall(r"^func ((?:Test|Fuzz)\w+)\(\w+ \*testing\.[TF]\)", path.read_text(), re.M))
     return there
+
+
+def _selected(path: str) -> list[str]:
+    """Returns what a filter is compared with: lines with names and parameters of a Python file's tests, or names of Go
+    tests in a package or, with /..., below it. `{a,b}` stands for several packages."""
+    if path.startswith("tests/"):
+        return [line for line in (ROOT / path).read_text().splitlines() if line.startswith(("@", "def test_"))]
+    first, middle, last = re.fullmatch(r"([^{]*)(?:\{(.*)\})?(.*)", path.removesuffix("/...")).groups("")  # type: ignore[union-attr]
+    deep = "**/" * path.endswith("/...")
+    files = [file for name in middle.split(",") for file in (ROOT / (first + name + last)).glob(f"{deep}*_test.go")]
+    return re.findall(r"^func ((?:Test|Fuzz)\w+)", "".join(file.read_text() for file in files), re.M)
+
+
+def test_every_filter_selects_a_test() -> None:
+    """Each name after -k selects a test in each named file, and each name after -run a test in the named packages. Go
+    tests and soak loops that docs/reliability.md names exist."""
+    texts = {path: path.read_text() for path in [*PAGES, ROOT / "Makefile", ROOT / ".ci/check", *(ROOT / "bench").rglob("*.sh")]}
+    commands = [line for text in texts.values() for line in re.findall(r"(?:pytest|go test)\b[^`\n]* -(?:k|run) [^`\n]*", text)]
+    assert len(commands) > 20
+    for command in commands:
+        words = shlex.split(command.replace("\\|", "|"))
+        pattern = words[words.index("-k" if "-k" in words else "-run") + 1]
+        paths = [word for word in words if word.startswith(("tests/", "./gosrc"))]
+        names = [name for name in re.split(r"\||\bor\b", pattern) if name.strip()]
+        groups = [_selected(path) for path in paths] if "-k" in words else [sum(map(_selected, paths), [])]
+        for name in names if "-bench" not in words else []:
+            assert all(any(re.search(name.strip(), test) for test in group) for group in groups), (command, name)
+    all_names, page = " ".join(_tests()), texts[ROOT / "docs/reliability.md"]
+    named = set(re.findall(r"\b(?:Test|Fuzz)[A-Z]\w+", page))
+    assert [name for name in named if name not in all_names] == []
+    loops = (ROOT / "tests/soak/loops.py").read_text()
+    assert all(f'"{name}":' in loops for name in re.findall(r"tests/soak --only ([\w-]+)", page))
 
 
 @pytest.mark.parametrize("page, least", [("fastsafetensors", 30), ("nyacomp", 50)])
