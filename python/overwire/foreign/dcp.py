@@ -6,7 +6,7 @@ bytes there are the output of one torch.save call. `machine` reads the pickle: i
 placeholders with attributes, and nothing is imported or called.
 
 Before the first tensor is read, the reader checks that the chunks of a tensor contain each element exactly once, that
-entries do not share bytes, and that the stored objects match the description.
+entries do not share bytes, and that the stored objects match `.metadata`.
 
 Source: torch.distributed.checkpoint's documentation and public classes, and its files.
 """
@@ -35,12 +35,12 @@ from .image import Part, read_parts
 from .joined import Chunk, Files, Joined, PackedRun, Run, check_cover
 from .links import may_follow
 
-#: The name of the description, and the name ending of the other files.
+#: The name of the file that describes the checkpoint, and the name ending of the others.
 METADATA, ENDING = ".metadata", ".distcp"
 
-# The names of the descriptions that ranks write if they save independently (use_collectives=False).
+# Ranks that save independently (use_collectives=False) write files with these names in place of `.metadata`.
 _OF_RANK = re.compile(r"__(\d+)\.metadata")
-# The limits for the bytes of the description, the characters of a name, and dimensions.
+# The limits for the bytes of `.metadata`, the characters of a name, and dimensions.
 _MOST, _LONGEST, _DIMS = 1 << 30, 1 << 10, 64
 # Advice for checkpoints that overwire cannot read.
 _TORCH = "convert it with `python -m torch.distributed.checkpoint.format_utils dcp_to_torch FOLDER OUT.pt`"
@@ -98,7 +98,7 @@ class _Place(NamedTuple):
 
 
 class _Tensor(NamedTuple):
-    """A tensor in the description. boxes: offsets and sizes of its chunks."""
+    """A tensor as `.metadata` lists it. boxes: offsets and sizes of its chunks."""
 
     name: str
     dtype: str
@@ -178,7 +178,7 @@ class _Reader:
         rank = _OF_RANK.fullmatch(of_ranks[0])[1]  # type: ignore[index]
         others = sorted(name for name in names if name.endswith(ENDING) and not name.startswith(f"__{rank}_"))
         if others:
-            text = f"{of_ranks[0]} is the only description, but {others[0]} is another rank's: fetch the whole folder"
+            text = f"only {of_ranks[0]} is here, but {others[0]} is another rank's: fetch the whole folder"
             raise NotFoundError(f"overwire: open {self._folder}: {text}", source=self._folder)
         return of_ranks[0]
 
@@ -236,7 +236,7 @@ class _Reader:
             if place is None:
                 raise self._error("no location is listed for it", name=name)
             self._add_object(content, name, place)
-        for name, offset in stored:  # no writer does this, so the description may lack a tensor
+        for name, offset in stored:  # no writer does this, so `.metadata` may lack a tensor
             why = f"no entry describes its location for offset {None if offset is None else list(offset)}"
             raise self._error(why, name=name)
         unused = sorted(name for name in self._names - used if name.endswith(ENDING))
@@ -322,7 +322,7 @@ class _Reader:
         return self._images[key]
 
     def _join(self, one: _Tensor, stored: dict[tuple[str, tuple[int, ...] | None], _Place]) -> Stored:
-        """Joins a tensor's chunks. Raises FormatError for a chunk that does not match the description."""
+        """Joins a tensor's chunks. Raises FormatError for a chunk that does not match `.metadata`."""
         chunks = []
         for number, (offsets, sizes) in enumerate(one.boxes):
             if 0 in sizes:
