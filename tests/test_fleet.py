@@ -93,7 +93,7 @@ def _load(uri: str, options: dict[str, object]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("compress", [True, False])
-def test_feed(s3: tuple[dict[str, object], Path], compress: bool) -> None:
+def test_a_load_uses_the_pieces_that_it_is_fed(s3: tuple[dict[str, object], Path], compress: bool) -> None:
     """A load uses the pieces that Python supplies, even if some are damaged, and frees all of them."""
     options, folder = s3
     name = f"{compress}.safetensors"
@@ -178,7 +178,7 @@ async def _put(one: Directory, process: str, number: int, ref: object) -> None:
 NOTHING: Any = ({}, [], [])
 
 
-def test_directory() -> None:
+def test_each_piece_is_read_by_one_process() -> None:
     """One process reads each piece and shares it with all. The piece is read again if it is lost, if the read fails, or
     if the process ends. Only the process with the lease can share a piece or report a failed read. While several nodes
     read an object, each of them reads one piece at a time."""
@@ -291,7 +291,7 @@ def test_prefetched_secrets() -> None:
         assert "hidden" not in str(error.value) and ("endpoint_url" in str(error.value)) == bool(endpoint)
 
 
-def test_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_never_shares_more_than_its_room(monkeypatch: pytest.MonkeyPatch) -> None:
     """A node never shares more bytes than its limit (`room`). A piece stays until every reader that needs it has got
     it."""
     monkeypatch.setattr(rules, "FULL", 0.2)

@@ -149,7 +149,7 @@ def test_changed_files_are_never_served(store: Store, save: Callable[..., Path])
     assert store.load(container)["host"]["hits"] == 0
 
 
-def test_store_that_ends(store: Store, save: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_load_works_without_a_store(store: Store, save: Callable[..., Path], tmp_path: Path) -> None:
     """If there is no store, or it does not answer, a load reads the file and logs one line. A new store takes over the
     socket of a killed store."""
     path = save("m.safetensors")

@@ -89,7 +89,7 @@ def test_a_loop_needs_few_loads(path: Path, loads: list[int], framework: Any, ke
                 same(tensor, want[name])
 
 
-def test_ugly_tensors_in_a_loop(tmp_path: Path, device: str) -> None:
+def test_unusual_tensors_in_a_loop(tmp_path: Path, device: str) -> None:
     """A loop gets empty tensors, scalars, aliases and every dtype as load_file does, and no two share memory."""
     tensors = ugly() | {f"d.{k}": v for k, v in every_dtype().items()} | {f"z{n}": torch.full((50,), n) for n in range(9)}
     tied = torch.randn(300, 7)

@@ -44,7 +44,7 @@ def test_torch_round_trip(tmp_path: Path, compress: bool, make) -> None:
 
 
 @pytest.mark.parametrize("make", [every_dtype, ugly])
-def test_smaller(tmp_path: Path, make) -> None:
+def test_level_smaller_keeps_every_bit(tmp_path: Path, make) -> None:
     """At level "smaller", every tensor is unchanged, and the file is at most as large as at the default level.
     Converting between the levels gives the same files as saving."""
     tensors = make()
@@ -161,7 +161,7 @@ def test_f6_tensors_load_as_bytes(tmp_path: Path) -> None:
 
 
 @MODES
-def test_keys_filter_dtype(tmp_path: Path, compress: bool) -> None:
+def test_keys_filter_and_dtype_select_and_cast_tensors(tmp_path: Path, compress: bool) -> None:
     """keys and filter select tensors, and dtype casts only floats. A missing key raises an error with its name."""
     tensors = {"w": torch.randn(8, 4).bfloat16(), "ids": torch.arange(5), "f8": torch.randn(6).to(torch.float8_e4m3fn)}
     path = tmp_path / "m"
@@ -181,7 +181,7 @@ def test_keys_filter_dtype(tmp_path: Path, compress: bool) -> None:
     assert caught.value.tensor == "nope" and isinstance(caught.value, KeyError)
 
 
-def test_sources(tmp_path: Path) -> None:
+def test_a_model_loads_from_every_kind_of_source(tmp_path: Path) -> None:
     """A model loads from a list, a folder, an index, an open file and BytesIO. A name in two files is refused."""
     a, b = {"a": torch.arange(4)}, {"b": torch.randn(3, 3)}
     folder = tmp_path / "repo"
@@ -256,7 +256,7 @@ def test_tied_tensors_load_as_separate_tensors(tmp_path: Path) -> None:
     same(got["c"], tied)
 
 
-def test_shards(tmp_path: Path) -> None:
+def test_a_model_in_shards_loads_from_its_folder(tmp_path: Path) -> None:
     """A model saved in shards of at most max_shard_size loads from its folder."""
     tensors = {f"t{i}": torch.randn(100, 25) for i in range(10)}
     report = ow.save_file(tensors, tmp_path / "model.safetensors", max_shard_size="35kB", compress=False)

@@ -139,7 +139,7 @@ def test_exit_while_tensors_and_loads_live(tmp_path: Path, torch_script) -> None
         torch_script(f"import overwire as ow\n{tail}")
 
 
-def test_smaps_exists() -> None:
+def test_resident_memory_can_be_measured() -> None:
     assert os.path.exists("/proc/self/smaps_rollup") and resident() > 0
 
 

@@ -142,7 +142,7 @@ def test_safe_open_equals_safetensors(tmp_path: Path) -> None:
         assert set(us.get_tensors()) == set(tensors) and list(us.get_tensors(["c", "a"])) == ["c", "a"]
 
 
-def test_several_files_and_dtype(tmp_path: Path) -> None:
+def test_several_files_open_as_one(tmp_path: Path) -> None:
     """Several files are opened as one, with a cast. If they disagree about metadata, the first file wins."""
     ow.save_file({"a": torch.ones(3)}, tmp_path / "1", {"who": "one", "x": "1"})
     ow.save_file({"b": torch.ones(3)}, tmp_path / "2", {"who": "two", "y": "2"})
@@ -151,7 +151,7 @@ def test_several_files_and_dtype(tmp_path: Path) -> None:
         assert file.get_tensor("b").dtype == file.get_slice("a")[1:].dtype == torch.bfloat16
 
 
-def test_closed(tmp_path: Path) -> None:
+def test_a_closed_file_is_refused(tmp_path: Path) -> None:
     ow.save_file({"a": torch.arange(6)}, tmp_path / "m")
     with ow.safe_open(tmp_path / "m") as file:
         part, tensor = file.get_slice("a"), file.get_tensor("a")

@@ -116,7 +116,7 @@ def test_errors_as_json():
     assert error["status"] == done.returncode == 3
 
 
-def test_full_disk(plain: Path):
+def test_output_that_cannot_be_written_is_an_error(plain: Path):
     """If standard output cannot be written, the command exits with status 4."""
     if not os.path.exists("/dev/full"):
         pytest.skip("no /dev/full here")

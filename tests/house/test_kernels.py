@@ -40,7 +40,7 @@ def included(name: str, seen: set[str]) -> set[str]:
     return seen
 
 
-def test_hashes() -> None:
+def test_hashes_match_sources_and_modules() -> None:
     """The recorded hashes are those of the kernels' sources and compiled modules."""
     hashes = noted()
     assert set(hashes) == set().union(*(included(name, set()) for name in SOURCES)) | MODULES

@@ -133,7 +133,7 @@ _WHAT = ["m.safetensors", "plain.safetensors", "repo", "i.index.json", "x.pkl", 
     [(what, "OVERWIRE_PRELOAD") for what in _WHAT]
     + [pytest.param(what, "PRELOAD_PATH", marks=[] if what == "meta.csv" else pytest.mark.slow) for what in _WHAT],
 )
-def test_at_import(tmp_path: Path, script, name: str, what: str) -> None:
+def test_the_import_starts_a_preload(tmp_path: Path, script, name: str, what: str) -> None:
     """Importing overwire preloads the model that a variable names, without importing torch. The model can be loaded
     from any working folder."""
     save(tmp_path)

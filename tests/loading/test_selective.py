@@ -176,7 +176,7 @@ def test_rows_read_their_bytes(tmp_path: Path, compress: bool) -> None:
                 assert wanted <= read < wanted + 2 * 4096  # whole pages
 
 
-def test_budget(tmp_path: Path) -> None:
+def test_max_memory_limits_a_load(tmp_path: Path) -> None:
     """max_memory limits a load's tensors, including both copies during a cast. The error gives the sizes and the
     largest tensor."""
     tensors = {"a": torch.randn(1000), "b": torch.randn(500).half(), "i": torch.arange(10)}

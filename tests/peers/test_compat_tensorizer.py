@@ -346,7 +346,7 @@ def fill_twice(module: Any, path: Path) -> None:
 
 
 @pytest.mark.parametrize("module", [ours] + ([theirs] if SODIUM else []))
-def test_params(module: Any) -> None:
+def test_keys_and_salts_equal_the_references(module: Any) -> None:
     """Keys, salts and limits are the same as in the reference."""
     params = module.EncryptionParams
     known = params.from_string("test", salt=bytes(16), **FAST).key.hex()
@@ -435,7 +435,7 @@ def test_torch_compat(tmp_path: Path) -> None:
             torch.load(plain, pickle_module=json)
 
 
-def test_utils() -> None:
+def test_texts_equal_the_references() -> None:
     """Texts are the same as the reference's. no_init_or_tensor affects only the calling thread."""
     for n, decimal in itertools.product((0, 999, 1000, 1024, 123456789, 5e16), (True, False)):
         assert ours.utils.convert_bytes(n, decimal) == theirs.utils.convert_bytes(n, decimal)

@@ -47,7 +47,7 @@ def engine():
 
 
 @pytest.mark.parametrize("vector", VECTORS, ids=ids)
-def test_original(vector):
+def test_the_package_gives_the_recorded_verdicts(vector):
     """The safetensors package accepts or refuses each file as the vectors say."""
     safetensors = pytest.importorskip("safetensors", minversion="0.8")
     try:
@@ -58,14 +58,14 @@ def test_original(vector):
     assert reads == vector["reference"]
 
 
-def test_differences():
+def test_overwire_is_never_more_lenient():
     """overwire refuses all files that the original refuses. STRICTER lists the other files that it refuses."""
     differ = {v["name"] for v in VECTORS if v["reference"] != (v["ours"] == "")}
     assert differ == set(STRICTER)
 
 
 @pytest.mark.parametrize("vector", VECTORS, ids=ids)
-def test_ours(vector, tmp_path):
+def test_overwire_gives_the_recorded_verdicts(vector, tmp_path):
     """The built library accepts or refuses each file as the vectors say, with the error class and the file's name."""
     eng = engine()
     path = tmp_path / "model.safetensors"

@@ -48,7 +48,7 @@ def test_every_dtype() -> None:
         assert ow.digest(tensor) == got[name]
 
 
-def test_strided(seed: int) -> None:
+def test_a_view_has_the_digest_of_its_copy(seed: int) -> None:
     """The digest of a view equals that of its contiguous copy."""
     rng = random.Random(seed)
     base = torch.randint(0, 256, (40, 30, 20), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
@@ -95,7 +95,7 @@ def test_sub_byte_and_specs() -> None:
     assert ow.digest(np.ones(5, types.bfloat16)) == ow.digest(torch.ones(5, dtype=torch.bfloat16))
 
 
-def test_refused() -> None:
+def test_objects_without_a_digest_are_refused() -> None:
     for bad, error in [
         (torch.empty(3, device="meta"), ow.ArgumentError),
         (torch.eye(3).to_sparse(), ow.NotSupportedError),
@@ -163,7 +163,7 @@ def test_a_model_against_its_file(tmp_path: Path, compress: bool, shard: int | N
         ow.verify(source, tensors=torch.ones(3))  # type: ignore[call-overload]
 
 
-def test_parts_and_damage(tmp_path: Path) -> None:
+def test_column_parts_keep_the_digest(tmp_path: Path) -> None:
     """Column parts do not change a digest. For a damaged chunk, `verify` raises an error instead of reporting a
     difference."""
     tensors = {"w": torch.randn(512, 256, generator=torch.Generator().manual_seed(3)).bfloat16(), "n": torch.empty(0, 3)}
