@@ -260,6 +260,7 @@ func (c *call) interrupted(err error) error {
 	switch _, writes := c.opts["output"]; {
 	case errors.As(err, &part):
 		remainder = "; written before that: " + errs.OneLine(strings.Join(part.Files, ", "))
+	case errs.RuleOf(err) == errs.RuleRemains: // the error lists the objects
 	case writes && c.verb.name != "fetch": // fetch's error lists what it has kept
 		remainder = "; nothing was written"
 	}

@@ -35,7 +35,7 @@ func convertModel(ctx context.Context, c *conversion, src []string, to save.Targ
 	}
 	target := pathIn(isDir, to, "model")
 	w := save.NewWriter(target, c.spec, c.job)
-	w.Complete, w.Others = m.RefuseWritten, in.ours
+	w.Complete, w.Others, w.OnPublish = m.RefuseWritten, in.ours, c.wrote.noteObject
 	set := modelSet{Model: m, spec: c.spec, target: target, items: save.ItemsOf(m, stored.NewCache(w.Threads()))}
 	groups := [][]*save.Item{set.items}
 	if isDir && c.spec.Shard == 0 {

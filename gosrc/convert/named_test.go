@@ -14,6 +14,7 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 
@@ -117,18 +118,67 @@ func TestStoredTree(t *testing.T) {
 	same(t, in, read(t, file))
 }
 
-// If converting a tree to an empty folder of a store fails, none of its files are left there.
+// If converting a tree to an empty folder of a store fails, none of its files are left there. What another program has
+// written in the meantime stays, even if it has the bytes of the conversion.
 func TestStoredTreeFails(t *testing.T) {
 	s := sourcetest.StartS3(t, false)
-	opt := format.Access{Options: source.Options{Storage: s.Options()}}
+	direct := source.Options{Storage: s.Options()}
 	dir, _ := pipeline(t)
 	put(t, dir, map[string]string{"vae/model.safetensors": "no weights"})
-	if _, err := Convert(bg, nil, []string{dir}, "s3://models/p", save.Spec{Storage: opt}); !errors.Is(err, errs.ErrFormat) {
-		t.Fatal(err)
+	for _, others := range []map[string]string{nil, {"notes.txt": "mine", "unet/config.json": "theirs",
+		"tokenizer/vocab.txt": "words"}} {
+		var once sync.Once
+		p := s.InOrder()
+		h := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+			p.ServeHTTP(w, r)
+			if r.Method == http.MethodPut && strings.HasSuffix(r.URL.Path, "model.fp16.safetensors") {
+				once.Do(func() {
+					for name, text := range others {
+						if err := open.Put(bg, "s3://models/p/"+name, direct, []byte(text), nil, func(error) {}); err != nil {
+							t.Error(err)
+						}
+					}
+				})
+			}
+		}))
+		defer h.Close()
+		opt := format.Access{Options: source.Options{Storage: s.Options()}}
+		opt.Storage["endpoint_url"] = h.URL
+		_, err := Convert(bg, nil, []string{dir}, "s3://models/p", save.Spec{Storage: opt})
+		if !errors.Is(err, errs.ErrFormat) || strings.Contains(err.Error(), "written before that") {
+			t.Error(err)
+		}
+		if others != nil {
+			sameTree(t, others, tree(t, filepath.Join(s.Data, "p")))
+		} else if _, err := os.Stat(filepath.Join(s.Data, "p")); !errors.Is(err, fs.ErrNotExist) {
+			t.Error(err)
+		}
 	}
-	if _, files, err := open.With(opt.Options).Walk(bg, "s3://models/p"); !errors.Is(err, errs.ErrNotFound) {
-		t.Errorf("%v, %v", files, err)
+}
+
+// A failed conversion names the objects that it could not remove from a store, and says why.
+func TestStoredTreeStays(t *testing.T) {
+	s := sourcetest.StartS3(t, false)
+	dir, _ := pipeline(t)
+	put(t, dir, map[string]string{"vae/model.safetensors": "no weights"})
+	p := s.InOrder()
+	h := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if r.Method == http.MethodDelete && strings.HasSuffix(r.URL.Path, "vocab.txt") {
+			w.WriteHeader(http.StatusForbidden)
+			return
+		}
+		p.ServeHTTP(w, r)
+	}))
+	defer h.Close()
+	opt := format.Access{Options: source.Options{Storage: s.Options()}}
+	opt.Storage["endpoint_url"] = h.URL
+	_, err := Convert(bg, nil, []string{dir}, "s3://models/p", save.Spec{Storage: opt})
+	part, ok := errors.AsType[*Partial](err)
+	if !ok || !errors.Is(err, errs.ErrFormat) || !strings.Contains(err.Error(), "cannot remove all files: ") ||
+		!slices.Equal(part.Files, []string{"s3://models/p/tokenizer/vocab.txt"}) {
+		t.Error(err)
 	}
+	sameTree(t, map[string]string{"tokenizer/vocab.txt": "words"}, tree(t, filepath.Join(s.Data, "p")))
 }
 
 // If converting a tree over an earlier one fails, the error names the files that were already replaced.

@@ -5,6 +5,7 @@ package convert
 import (
 	"context"
 	"errors"
+	"fmt"
 	"io/fs"
 	"os"
 	"path/filepath"
@@ -60,8 +61,8 @@ func convertTree(ctx context.Context, c *conversion, folder stored.Folder, to sa
 	return rep, nil
 }
 
-// A Partial is the error of a conversion that failed after it had written some models to a folder. The folder was not
-// empty before, so these files remain.
+// A Partial is the error of a conversion that failed after it had written some models to a folder. The files remain,
+// because the folder was not empty before, or a store did not remove them.
 type Partial struct {
 	error
 	Files []string
@@ -76,8 +77,9 @@ func (p *Partial) Error() string {
 func (p *Partial) Unwrap() error { return p.error }
 
 // beginFolder creates the target's folder if it is missing. After an error, undo removes what was written to a folder
-// that was created, and the folder unless other programs have put files there. In a store it removes the files of rep
-// if the folder was empty. Otherwise the files stay, and undo's error lists them.
+// that was created, and the folder unless other programs have put files there. In a store it removes what was written
+// if the folder was empty. Files that other programs have replaced stay. If the folder had files before, or if an
+// object cannot be removed, undo's error lists the files that stay, as does rep.
 func beginFolder(ctx context.Context, c *conversion, to save.Target, rep *save.Report) (undo func(error) error,
 	err error) {
 	made, err := makeFolder(to)
@@ -95,19 +97,32 @@ func beginFolder(ctx context.Context, c *conversion, to save.Target, rep *save.R
 			return &Partial{err, shown.Files}
 		case made != "" && !to.Remote:
 			c.wrote.removeBelow(filepath.Clean(made))
+			rep.Files = nil
 		case made != "":
-			for _, uri := range rep.Files {
-				_ = open.Remove(context.WithoutCancel(ctx), uri, c.spec.Storage.Options)
+			var why error
+			if rep.Files, why = publish.UndoAll(c.wrote.objectsBelow(source.Directory(made))); why != nil {
+				return &Partial{fmt.Errorf("%w; cannot remove all files: %v", err, errs.Message(why)), rep.Files}
 			}
 		}
 		return err
 	}, err
 }
 
-// written has what a conversion has written to local folders.
+// written has what a conversion has written.
 type written struct {
-	files   map[string]fs.FileInfo
-	folders []string
+	files   map[string]fs.FileInfo // local files
+	folders []string               // local folders
+	objects []source.Draft         // objects of a store
+}
+
+// noteObject notes an object of a store.
+func (w *written) noteObject(d source.Draft) { w.objects = append(w.objects, d) }
+
+// objectsBelow returns the objects in a folder and its subfolders.
+func (w *written) objectsBelow(folder string) []source.Draft {
+	return slices.DeleteFunc(slices.Clone(w.objects), func(d source.Draft) bool {
+		return !strings.HasPrefix(d.URI(), folder)
+	})
 }
 
 // note notes files that were just written.
@@ -185,7 +200,9 @@ func copyFolder(ctx context.Context, c *conversion, from string, to save.Target,
 	}
 	spec := *c.spec
 	spec.Shard = 0
-	rep, err := save.NewWriter(to, &spec, c.job).Write(ctx, files)
+	w := save.NewWriter(to, &spec, c.job)
+	w.OnPublish = c.wrote.noteObject
+	rep, err := w.Write(ctx, files)
 	c.wrote.note(rep.Files)
 	rep.Left = left
 	return rep, err

@@ -129,6 +129,9 @@ func (a *At) Unwrap() error { return a.Err }
 // RuleChecksum is the rule of an error for bytes, an index or a header whose checksum does not match.
 const RuleChecksum = "Checksum"
 
+// RuleRemains is the rule of the error of a failed save that could not remove objects from a store.
+const RuleRemains = "ObjectsRemain"
+
 // NewMismatch returns the error for a stored checksum that differs from the computed one.
 func NewMismatch(stored, computed uint32) error {
 	return WithRule(RuleChecksum, New(ErrCorrupt, "checksum mismatch: %08x stored, %08x computed", stored, computed))

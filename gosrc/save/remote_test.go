@@ -10,8 +10,6 @@ import (
 	"math/rand/v2"
 	"net/http"
 	"net/http/httptest"
-	"net/http/httputil"
-	"net/url"
 	"os"
 	"path/filepath"
 	"strings"
@@ -156,8 +154,7 @@ func TestRemoteFailures(t *testing.T) {
 	write(t, save.Spec{Path: path, Storage: direct}, in[:0])
 	old := object(t, path, direct)
 	var fail, seen atomic.Int64
-	u, _ := url.Parse(s.URL)
-	p := &httputil.ReverseProxy{Rewrite: func(r *httputil.ProxyRequest) { r.SetURL(u); r.Out.Host = r.In.Host }}
+	p := s.InOrder()
 	h := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		if r.Method != http.MethodDelete && seen.Add(1) == fail.Load() {
 			_, _ = io.Copy(io.Discard, r.Body)
@@ -216,6 +213,38 @@ func TestRemoteFailures(t *testing.T) {
 	_, err := save.Write(ctx, j, save.Spec{Path: path, Storage: opt}, in)
 	cancel(nil)
 	unchanged("cancelled", err, errs.ErrCancelled)
+}
+
+// If the index cannot be published, the shards that were published before it are removed, except those that another
+// program has replaced.
+func TestRemoteShardsUndone(t *testing.T) {
+	s := sourcetest.StartS3(t, false)
+	direct := source.Options{Storage: s.Options()}
+	p := s.InOrder()
+	replaced := "s3://models/m/w-00002-of-00003.safetensors"
+	h := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if r.Method == http.MethodPut && strings.HasSuffix(r.URL.Path, ".index.json") {
+			if err := open.Put(bg, replaced, direct, []byte("theirs"), nil, func(error) {}); err != nil {
+				t.Error(err)
+			}
+			w.WriteHeader(http.StatusForbidden)
+			return
+		}
+		p.ServeHTTP(w, r)
+	}))
+	t.Cleanup(h.Close)
+	opt := format.Access{Options: source.Options{Storage: s.Options()}}
+	opt.Storage["endpoint_url"] = h.URL
+	r := newRand(t)
+	in := []save.Input{bf16("a", r, 64, 100), bf16("b", r, 64, 100), bf16("c", r, 64, 100)}
+	_, err := save.Write(bg, nil, save.Spec{Path: "s3://models/m/w.safetensors", Shard: 13_000, Storage: opt}, in)
+	if !errors.Is(err, errs.ErrPermission) {
+		t.Fatal(err)
+	}
+	left, err := open.List(bg, "s3://models/m/", direct)
+	if err != nil || len(left) != 1 || left[0] != replaced {
+		t.Error(left, err)
+	}
 }
 
 // Convert reads from one store and writes to another, including folders.

@@ -14,6 +14,7 @@ import (
 	"github.com/overwire/overwire/gosrc/job"
 	"github.com/overwire/overwire/gosrc/knob"
 	"github.com/overwire/overwire/gosrc/save/publish"
+	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/stored"
 )
 
@@ -38,6 +39,8 @@ type Writer struct {
 	// Others holds the names of other models' files that are written to the same folder. If it is not nil, a single
 	// file may be next to a shard index, as for Spec.Beside.
 	Others map[string]bool
+	// OnPublish, if not nil, gets each published object of a store; see publish.Publication.
+	OnPublish func(source.Draft)
 }
 
 // NewWriter begins a save to a target. Resolve must have checked the Spec. j may be nil.
@@ -122,7 +125,8 @@ func (w *Writer) Write(ctx context.Context, files []File) (rep Report, err error
 	w.count(files, &rep)
 	to, err := publish.Begin(ctx, &publish.Publication{Path: w.target.Path, Remote: w.target.Remote,
 		Sharded: w.spec.Shard > 0, AllowIndex: w.spec.Beside || w.Others != nil, Like: w.spec.Like, Others: w.Others,
-		Options: w.spec.Storage.Options, FS: w.spec.FS, Job: w.job, WriteTime: &w.clock.write}, all)
+		Options: w.spec.Storage.Options, FS: w.spec.FS, Job: w.job, WriteTime: &w.clock.write,
+		OnPublish: w.OnPublish}, all)
 	if err != nil {
 		return Report{}, err
 	}

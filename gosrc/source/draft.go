@@ -3,7 +3,7 @@ package source
 // This file defines Draft, an object that is being written to a store, and the entries of a folder listing.
 
 // A Draft is an object that is being written to a store. Readers do not see it until it is published.
-// Cancelling the context with which it was created ends every call except Drop.
+// Cancelling the context with which it was created ends every call except Drop and UndoPublish.
 //
 // Write and Skip may run in parallel. The other methods are called afterwards, one at a time. Memory is
 // bounded: parts are sent while the rest is still being written.
@@ -23,6 +23,8 @@ type Draft interface {
 	Finish(size int64) error
 	// Publish makes the finished object visible atomically. It replaces an existing object of the same name.
 	Publish() error
+	// UndoPublish removes the published object unless another program replaced it. An error means that it may remain.
+	UndoPublish() error
 	// StopSends aborts all sends immediately. Only Drop may follow. Once it returns, the draft no longer reads
 	// bytes passed to WriteView.
 	StopSends()

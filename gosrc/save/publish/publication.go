@@ -10,6 +10,7 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -37,6 +38,8 @@ type Publication struct {
 	FS         atomicfile.FS // file system for local files
 	Job        *job.Job
 	WriteTime  *atomic.Int64 // writing time in nanoseconds is added to it
+	// OnPublish, if not nil, gets each published object of a store. The caller can remove it if a later save fails.
+	OnPublish func(source.Draft)
 
 	mu     sync.Mutex
 	places map[string]*atomicfile.Place
@@ -76,6 +79,17 @@ type Destination interface {
 	Publish(ctx context.Context) error
 	// Drop ends the publication and removes unpublished files. err is the result of the save.
 	Drop(err error)
+}
+
+// UndoAll removes published objects, the last one first, because it lists the others. It returns those that may remain,
+// and why.
+func UndoAll(objects []source.Draft) (remaining []string, why error) {
+	for _, d := range slices.Backward(objects) {
+		if err := d.UndoPublish(); err != nil {
+			remaining, why = append(remaining, errs.HideUser(d.URI())), err
+		}
+	}
+	return remaining, why
 }
 
 // followPath resolves a path. It remembers the first result, including the file that was there.

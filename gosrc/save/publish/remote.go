@@ -4,9 +4,12 @@ package publish
 
 import (
 	"context"
+	"fmt"
 	"slices"
+	"strings"
 	"time"
 
+	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/source/open"
 )
@@ -43,7 +46,8 @@ func (o *objects) Drop(err error) {
 }
 
 // Publish publishes the objects in order. The last one is the object that readers look for. Then it removes stale
-// objects. If publishing fails, the old model remains, and published shards are removed.
+// objects. If publishing fails, the old model remains, and published shards are removed, except those that another
+// program has replaced.
 func (o *objects) Publish(ctx context.Context) error {
 	stale, err := staleFiles(ctx, o.pub, o.pub.Path, o.files[len(o.files)-1])
 	if err != nil {
@@ -52,14 +56,20 @@ func (o *objects) Publish(ctx context.Context) error {
 	stale = slices.DeleteFunc(stale, func(p string) bool {
 		return slices.ContainsFunc(o.files, func(f *File) bool { return f.Path == p })
 	})
+	var shards []source.Draft
 	for i, d := range o.drafts {
 		if err := d.Publish(); err != nil {
-			for _, f := range o.files[:i] {
-				if f.Shard {
-					_ = open.Remove(context.WithoutCancel(ctx), f.Path, o.pub.Options)
-				}
+			if remaining, why := UndoAll(shards); why != nil {
+				err = errs.WithRule(errs.RuleRemains, fmt.Errorf("%w; cannot remove %s: %v", err,
+					strings.Join(remaining, ", "), errs.Message(why)))
 			}
 			return err
+		}
+		if o.files[i].Shard {
+			shards = append(shards, d)
+		}
+		if o.pub.OnPublish != nil {
+			o.pub.OnPublish(d)
 		}
 	}
 	// The new model is complete. Report objects that cannot be removed.

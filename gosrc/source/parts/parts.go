@@ -29,6 +29,8 @@ type Store interface {
 	// Publish makes an object of n parts visible. If the object fits into one part, no part was sent: n is 0
 	// and whole is its content.
 	Publish(ctx context.Context, n int, whole []byte) error
+	// UndoPublish removes the published object; see source.Draft.
+	UndoPublish(ctx context.Context) error
 	// Abort removes the parts that were sent. It is called at most once, and not after a successful Publish.
 	Abort()
 }
@@ -287,6 +289,9 @@ func (d *Draft) Publish() error {
 	d.cut(nil)
 	return nil
 }
+
+// UndoPublish removes the published object; see source.Draft. The context of the draft may be cancelled.
+func (d *Draft) UndoPublish() error { return d.store.UndoPublish(context.WithoutCancel(d.ctx)) }
 
 // StopSends aborts the sends; see source.Draft.
 func (d *Draft) StopSends() {

@@ -59,6 +59,8 @@ func (m *memory) Publish(_ context.Context, n int, whole []byte) error {
 	return nil
 }
 
+func (m *memory) UndoPublish(context.Context) error { return nil }
+
 func (m *memory) Abort() { m.aborted++ }
 
 // The object is correct for any order of writes within a window, with gaps that read as zeros, and with its

@@ -490,3 +490,33 @@ func TestCluster(t *testing.T) {
 		}
 	}
 }
+
+// UndoPublish removes a published file, and leaves a file that has replaced it.
+func TestUndoPublish(t *testing.T) {
+	s := sourcetest.StartRedis(t, false)
+	opt, uri := withConnection(s), "redis://"+s.Addr+"/undone"
+	d, err := Create(bg, uri, opt, 3)
+	if err == nil {
+		err = errors.Join(d.Write([]byte("old"), 0), d.Finish(3), d.Publish())
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	put(t, opt, uri, []byte("old"))
+	if err := d.UndoPublish(); err != nil {
+		t.Error(err)
+	}
+	if b, err := get(uri, opt); string(b) != "old" {
+		t.Errorf("%q %v", b, err)
+	}
+	d, err = Create(bg, uri, opt, 3)
+	if err == nil {
+		err = errors.Join(d.Write([]byte("new"), 0), d.Finish(3), d.Publish(), d.UndoPublish(), d.UndoPublish())
+	}
+	if err != nil {
+		t.Error(err)
+	}
+	if keys := plainClient(t, s).Keys(bg, "*").Val(); len(keys) != 0 {
+		t.Error(keys)
+	}
+}

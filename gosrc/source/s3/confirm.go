@@ -14,6 +14,7 @@ import (
 	"net/http"
 	"strings"
 
+	"github.com/aws/aws-sdk-go-v2/aws"
 	awshttp "github.com/aws/aws-sdk-go-v2/aws/transport/http"
 	"github.com/aws/aws-sdk-go-v2/service/s3"
 	"github.com/aws/aws-sdk-go-v2/service/s3/types"
@@ -163,13 +164,43 @@ func (u *upload) publishWithKey(ctx context.Context, whole []byte) (parts int, e
 // removeUnencrypted removes an object that the store has not encrypted with the customer's key. It returns why
 // if that succeeds.
 func (u *upload) removeUnencrypted(ctx context.Context, api *s3.Client, why error) error {
-	_, err := api.DeleteObject(ctx, &s3.DeleteObjectInput{Bucket: &u.bucket, Key: &u.key})
-	if err != nil {
+	if err := u.removeOwn(ctx, api, sse{}); err != nil {
 		return errs.New(errs.ErrNotSupported, "the store does not confirm that it encrypts with "+
 			"sse_customer_key, and the unencrypted "+
 			"object could not be removed: %v", classifyError(ctx, err))
 	}
 	return why
+}
+
+// removeOwn removes the object if it has the mark of this upload. The deletion has the condition that the ETag is still
+// the same. A store that ignores this condition removes an object that replaced this one between the two requests.
+func (u *upload) removeOwn(ctx context.Context, api *s3.Client, key sse) error {
+	out, err := api.HeadObject(ctx, &s3.HeadObjectInput{Bucket: &u.bucket, Key: &u.key,
+		SSECustomerAlgorithm: key.algorithm, SSECustomerKey: key.key, SSECustomerKeyMD5: key.sum})
+	if errors.Is(classifyError(ctx, err), errs.ErrNotFound) {
+		return nil
+	}
+	if err != nil {
+		return err
+	}
+	switch mark, ok := out.Metadata[markKey]; {
+	case !ok && (u.own.etag == "" || aws.ToString(out.ETag) == u.own.etag):
+		return errs.New(errs.ErrNotSupported, "it was not removed, because it could be another program's object: the "+
+			"store does not return the metadata with which it was written")
+	case mark != u.own.mark:
+		return nil
+	}
+	in := &s3.DeleteObjectInput{Bucket: &u.bucket, Key: &u.key, IfMatch: out.ETag}
+	_, err = api.DeleteObject(ctx, in)
+	if errors.Is(classifyError(ctx, err), errs.ErrNotSupported) {
+		in.IfMatch = nil
+		_, err = api.DeleteObject(ctx, in)
+	}
+	r, isRefusal := errors.AsType[*refusal](classifyError(ctx, err))
+	if isRefusal && (r.class == errs.ErrNotFound || r.status == http.StatusPreconditionFailed) {
+		return nil
+	}
+	return err
 }
 
 // combinedETag returns the ETag of an object that consists of these sorted parts, or "" if the parts' ETags are

@@ -235,11 +235,13 @@ func TestPinned(t *testing.T) {
 func TestDropped(t *testing.T) {
 	t.Parallel()
 	s := sourcetest.StartS3(t, false)
+	front := httptest.NewServer(s.InOrder())
+	t.Cleanup(front.Close)
 	put(t, with(s), "s3://models/d", []byte("old"))
 	data := random(3 * minPart)
 	for stage := range 3 {
 		ctx, cancel := context.WithCancelCause(bg)
-		d, err := Create(ctx, "s3://models/d", with(s), int64(len(data)))
+		d, err := Create(ctx, "s3://models/d", with(s, "endpoint_url", front.URL), int64(len(data)))
 		if err != nil {
 			t.Fatal(err)
 		}

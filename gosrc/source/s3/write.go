@@ -5,6 +5,7 @@ package s3
 import (
 	"cmp"
 	"context"
+	"crypto/rand"
 	"errors"
 	"slices"
 	"sort"
@@ -18,6 +19,7 @@ import (
 	"github.com/aws/aws-sdk-go-v2/service/s3/types"
 
 	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/internal/spawn"
 	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/source/parts"
 	"github.com/overwire/overwire/gosrc/source/retry"
@@ -43,7 +45,29 @@ type upload struct {
 	once     *string   // If-None-Match, so that an existing object is not replaced; nil: replace it
 	done     []types.CompletedPart
 	size     int64 // total size of the parts in done
+	own      identity
+	begin    *beginning // a request for an id whose caller was cancelled
+	isCut    bool       // the caller of a part was cancelled, so the part may still arrive
 }
+
+// An identity distinguishes an object from other objects with the same name. Objects with equal bytes have equal ETags,
+// but different marks.
+type identity struct {
+	mark string // a random text in the object's metadata, under markKey
+	etag string // of the published object; "" means that the store did not send it
+}
+
+const markKey = "overwire-upload"
+
+// A beginning is a request for the id of an upload.
+type beginning struct {
+	done chan struct{} // closed at the end
+	out  *s3.CreateMultipartUploadOutput
+	err  error
+}
+
+// markMetadata returns the metadata of the object.
+func (u *upload) markMetadata() map[string]string { return map[string]string{markKey: u.own.mark} }
 
 // Create begins an object of at most limit bytes. An existing object of this name remains until Publish. The
 // caller ends the draft with Drop.
@@ -68,7 +92,7 @@ func Create(ctx context.Context, uri string, opt source.Options, limit int64) (s
 	if err != nil {
 		return nil, n.placeError("save", err)
 	}
-	u := &upload{name: n, client: c, isSummed: c.sendsSums(n.bucket)}
+	u := &upload{name: n, client: c, isSummed: c.sendsSums(n.bucket), own: identity{mark: rand.Text()}}
 	if opt.Once {
 		u.once = aws.String("*")
 	}
@@ -120,6 +144,9 @@ func (u *upload) sendPart(ctx context.Context, id *string, number int32, p [][]b
 			return out, err
 		})
 	if err != nil {
+		u.mu.Lock()
+		u.isCut = u.isCut || ctx.Err() != nil
+		u.mu.Unlock()
 		return types.CompletedPart{}, err
 	}
 	return types.CompletedPart{PartNumber: &number, ETag: out.ETag, ChecksumCRC32C: sum}, nil
@@ -131,22 +158,43 @@ func (u *upload) beginUpload(ctx context.Context) (id *string, isSummed bool, er
 	if u.id != nil {
 		return u.id, u.isSummed, nil
 	}
-	out, err := callWithRetries(ctx, u.client, u.bucket,
-		func(ctx context.Context, api *s3.Client) (*s3.CreateMultipartUploadOutput, error) {
-			return api.CreateMultipartUpload(ctx, &s3.CreateMultipartUploadInput{Bucket: &u.bucket, Key: &u.key,
-				ChecksumAlgorithm:    algorithmOf(u.isSummed),
-				SSECustomerAlgorithm: u.client.sse.algorithm, SSECustomerKey: u.client.sse.key,
-				SSECustomerKeyMD5: u.client.sse.sum})
-		})
-	if err != nil {
-		return nil, false, err
+	if u.begin != nil { // the save was cancelled
+		return nil, false, errs.FromOS(context.Cause(ctx))
 	}
+	b := u.requestID(context.WithoutCancel(ctx), u.isSummed)
+	select {
+	case <-b.done:
+	case <-ctx.Done():
+		u.begin = b
+		return nil, false, errs.FromOS(context.Cause(ctx))
+	}
+	if b.err != nil {
+		return nil, false, b.err
+	}
+	out := b.out
 	if !isNamed(out.UploadId) {
 		return nil, false, errs.New(errs.ErrIO, "the store returned no upload id")
 	}
 	u.id = out.UploadId
 	u.begun, _ = awsmiddleware.GetServerTime(out.ResultMetadata)
 	return u.id, u.isSummed, nil
+}
+
+// requestID requests the id of an upload. Only the response has the id with which Abort removes the upload, so the
+// request goes on if the save is cancelled.
+func (u *upload) requestID(ctx context.Context, isSummed bool) *beginning {
+	b := &beginning{done: make(chan struct{})}
+	spawn.Go("source.begin", func() {
+		defer close(b.done)
+		b.out, b.err = callWithRetries(ctx, u.client, u.bucket,
+			func(ctx context.Context, api *s3.Client) (*s3.CreateMultipartUploadOutput, error) {
+				return api.CreateMultipartUpload(ctx, &s3.CreateMultipartUploadInput{Bucket: &u.bucket, Key: &u.key,
+					ChecksumAlgorithm: algorithmOf(isSummed), Metadata: u.markMetadata(),
+					SSECustomerAlgorithm: u.client.sse.algorithm, SSECustomerKey: u.client.sse.key,
+					SSECustomerKeyMD5: u.client.sse.sum})
+			})
+	})
+	return b
 }
 
 // Publish completes the upload, or writes a small object as a whole. It succeeds only if the store's response
@@ -176,6 +224,7 @@ func (u *upload) Publish(ctx context.Context, n int, whole []byte) error {
 				SSECustomerKey:       u.client.sse.key, SSECustomerKeyMD5: u.client.sse.sum})
 			switch {
 			case err == nil && isNamed(out.ETag):
+				u.own.etag = *out.ETag
 				return out, nil
 			case u.refusedOnce(err):
 				return nil, u.notOnce(err, tries, func() error { return u.confirmUpload(ctx, api) })
@@ -194,8 +243,9 @@ func (u *upload) putObject(ctx context.Context, whole []byte) error {
 			tries++
 			in := &s3.PutObjectInput{Bucket: &u.bucket, Key: &u.key, Body: bodyOf(ctx, all),
 				ChecksumAlgorithm: algorithmOf(u.isSummed), ChecksumCRC32C: checksumOf(all, u.isSummed),
-				ContentLength: &size, IfNoneMatch: u.once, SSECustomerAlgorithm: u.client.sse.algorithm,
-				SSECustomerKey: u.client.sse.key, SSECustomerKeyMD5: u.client.sse.sum}
+				ContentLength: &size, IfNoneMatch: u.once, Metadata: u.markMetadata(),
+				SSECustomerAlgorithm: u.client.sse.algorithm, SSECustomerKey: u.client.sse.key,
+				SSECustomerKeyMD5: u.client.sse.sum}
 			out, err := api.PutObject(ctx, in, u.client.signBody)
 			if err != nil && !u.isSummed && mayWantSum(ctx, err) {
 				in.Body, in.ChecksumAlgorithm = bodyOf(ctx, all), algorithmOf(true)
@@ -205,6 +255,7 @@ func (u *upload) putObject(ctx context.Context, whole []byte) error {
 				}
 			}
 			if err == nil {
+				u.own.etag = aws.ToString(out.ETag)
 				why := u.client.confirmKey(out.SSECustomerAlgorithm, out.SSECustomerKeyMD5, out.ResultMetadata)
 				if why != nil {
 					return out, u.removeUnencrypted(ctx, api, why)
@@ -229,16 +280,39 @@ func (u *upload) endPublished(err error) error {
 	return u.placeError("save", err)
 }
 
+// UndoPublish removes the published object; see source.Draft.
+func (u *upload) UndoPublish(ctx context.Context) error {
+	u.client.holdClient()
+	defer u.client.releaseClient()
+	_, err := callWithRetries(ctx, u.client, u.bucket, func(ctx context.Context, api *s3.Client) (struct{}, error) {
+		return struct{}{}, u.removeOwn(ctx, api, u.client.sse)
+	})
+	return u.placeError("save", err)
+}
+
+// A part whose caller was cancelled may arrive within this time.
+const lateParts = 2 * time.Second
+
 // Abort removes the parts from the store. It has its own deadline, because the draft's context is often already
 // cancelled.
 func (u *upload) Abort() {
 	defer u.client.releaseClient()
-	if u.id == nil {
-		return
-	}
 	ctx, cancel := context.WithTimeout(context.Background(), 10*time.Second)
 	defer cancel()
+	if u.begin != nil {
+		select {
+		case <-u.begin.done:
+			if u.begin.err == nil {
+				u.id = u.begin.out.UploadId
+			}
+		case <-ctx.Done():
+		}
+	}
+	if !isNamed(u.id) {
+		return
+	}
 	// A part in flight may arrive after an abort. Repeat the abort until the upload no longer exists.
+	start := time.Now()
 	for failures := 1; ; failures++ {
 		_, _ = callWithRetries(ctx, u.client, u.bucket,
 			func(ctx context.Context, api *s3.Client) (*s3.AbortMultipartUploadOutput, error) {
@@ -249,8 +323,8 @@ func (u *upload) Abort() {
 			func(ctx context.Context, api *s3.Client) (*s3.ListPartsOutput, error) {
 				return api.ListParts(ctx, &s3.ListPartsInput{Bucket: &u.bucket, Key: &u.key, UploadId: u.id})
 			})
-		if errors.Is(err, errs.ErrNotFound) || errors.Is(err, errs.ErrPermission) ||
-			retry.Pause(ctx, failures, 0) != nil {
+		isGone := errors.Is(err, errs.ErrNotFound) && (!u.isCut || time.Since(start) > lateParts)
+		if isGone || errors.Is(err, errs.ErrPermission) || retry.Pause(ctx, failures, 0) != nil {
 			return
 		}
 	}

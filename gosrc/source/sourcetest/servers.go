@@ -11,13 +11,18 @@ import (
 	"crypto/x509/pkix"
 	"encoding/pem"
 	"fmt"
+	"io"
+	"log"
 	"math/big"
 	"net"
 	"net/http"
+	"net/http/httputil"
+	"net/url"
 	"os"
 	"os/exec"
 	"path/filepath"
 	"runtime"
+	"sync"
 	"syscall"
 	"testing"
 	"time"
@@ -80,6 +85,26 @@ func (s *S3) Options() map[string]string {
 		m["cacert"] = s.CA
 	}
 	return m
+}
+
+// InOrder returns a proxy to the server. It forwards deletions only when the server has answered all uploads before
+// them, even if their clients are gone. A busy server could otherwise store a part after its upload was removed.
+func (s *S3) InOrder() http.Handler {
+	to, _ := url.Parse(s.URL)
+	p := &httputil.ReverseProxy{Rewrite: func(r *httputil.ProxyRequest) { r.SetURL(to); r.Out.Host = r.In.Host },
+		ErrorLog: log.New(io.Discard, "", 0)}
+	var uploads sync.RWMutex
+	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		switch r.Method {
+		case http.MethodPut, http.MethodPost:
+			uploads.RLock()
+			defer uploads.RUnlock()
+		case http.MethodDelete:
+			uploads.Lock()
+			defer uploads.Unlock()
+		}
+		p.ServeHTTP(w, r.WithContext(context.WithoutCancel(r.Context())))
+	})
 }
 
 // RedisPassword is the password of the Redis server.
