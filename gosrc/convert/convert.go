@@ -53,7 +53,7 @@ func Convert(ctx context.Context, j *job.Job, src []string, dst string, spec sav
 	c := newConversion(&spec, j, stores)
 	rep, err := convertAll(ctx, c, src, to)
 	if err != nil {
-		return save.Report{}, errs.Ended(ctx, err)
+		return save.Report{}, errs.Place("save", to.Path, "", -1, errs.Ended(ctx, err))
 	}
 	rep.Seconds = time.Since(start).Seconds()
 	rep.HideUsers()

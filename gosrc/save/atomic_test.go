@@ -16,10 +16,10 @@ import (
 	"testing"
 	"time"
 
-	"github.com/overwire/overwire/gosrc/internal/atomicfile"
-
+	"github.com/overwire/overwire/gosrc/convert"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/format"
+	"github.com/overwire/overwire/gosrc/internal/atomicfile"
 	"github.com/overwire/overwire/gosrc/internal/spawn/spawntest"
 	"github.com/overwire/overwire/gosrc/job"
 	"github.com/overwire/overwire/gosrc/save"
@@ -456,4 +456,40 @@ func TestTargets(t *testing.T) {
 		}
 	}
 	noTemps(t, dir)
+}
+
+// The error of a cancelled save or conversion names the target, whether the cancel comes before it begins or at any
+// call of the file system.
+func TestCancelNamesTheTarget(t *testing.T) {
+	dir := t.TempDir()
+	in := []save.Input{bf16("a", newRand(t), 64, 100)}
+	from := filepath.Join(dir, "from.safetensors")
+	write(t, save.Spec{Path: from}, in)
+	path := filepath.Join(dir, "to.safetensors")
+	for name, do := range map[string]func(ctx context.Context, spec save.Spec) error{
+		"save": func(ctx context.Context, spec save.Spec) error {
+			_, err := save.Write(ctx, nil, spec, in)
+			return err
+		},
+		"convert": func(ctx context.Context, spec save.Spec) error {
+			_, err := convert.Convert(ctx, nil, []string{from}, path, spec)
+			return err
+		},
+	} {
+		for call := -1; ; call++ {
+			ctx, cancel := context.WithCancelCause(bg)
+			if call < 0 {
+				cancel(errs.ErrCancelled)
+			}
+			fs := &faultyFS{at: call, then: func() { cancel(errs.ErrCancelled) }}
+			err := do(ctx, save.Spec{Path: path, Compress: true, FS: fs})
+			cancel(nil)
+			if err != nil && (!errors.Is(err, errs.ErrCancelled) || !strings.Contains(err.Error(), path)) {
+				t.Errorf("%s, cancelled at call %d: %v", name, call, err)
+			}
+			if fs.what == "" && call >= 0 {
+				break
+			}
+		}
+	}
 }

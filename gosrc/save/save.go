@@ -36,7 +36,7 @@ func Write(ctx context.Context, j *job.Job, spec Spec, in []Input) (Report, erro
 	defer w.gpus.close()
 	files, err := w.prepare(ctx, items)
 	if err != nil {
-		return Report{}, errs.Ended(ctx, err)
+		return Report{}, errs.Place("save", target.Path, "", -1, errs.Ended(ctx, err))
 	}
 	defer func() { w.stage.Free() }()
 	w.Plan()
@@ -44,7 +44,7 @@ func Write(ctx context.Context, j *job.Job, spec Spec, in []Input) (Report, erro
 	rep.OnGPU = w.onGPU.Load()
 	rep.Seconds = time.Since(start).Seconds()
 	rep.HideUsers()
-	return rep, errs.Ended(ctx, err)
+	return rep, errs.Place("save", target.Path, "", -1, errs.Ended(ctx, err))
 }
 
 func itemsIn(in []Input) []*Item {

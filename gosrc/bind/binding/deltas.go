@@ -177,7 +177,7 @@ func saveDelta(ctx context.Context, j *job.Job, q deltaSave, n []int64) (delta.R
 
 func (q *deltaTarget) write(ctx context.Context, j *job.Job, f *delta.File) (delta.Report, error) {
 	r, err := delta.Write(ctx, j, f, q.Beside, save.Spec{Path: q.Path, Shard: q.Shard, Storage: q.Storage})
-	return r, errs.Ended(ctx, err)
+	return r, errs.Place("save", q.Path, "", -1, errs.Ended(ctx, err))
 }
 
 // targets reads the columns of the tensors that a chain is applied to.
