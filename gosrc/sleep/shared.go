@@ -4,14 +4,14 @@ package sleep
 
 import (
 	"context"
+	"sync"
 	"time"
-	"unsafe"
 
 	"github.com/overwire/overwire/gosrc/codec"
 	"github.com/overwire/overwire/gosrc/codec/digest"
-	"github.com/overwire/overwire/gosrc/device/cuda/stream"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/hoststore"
+	"github.com/overwire/overwire/gosrc/internal/spawn"
 	"github.com/overwire/overwire/gosrc/job"
 	"github.com/overwire/overwire/gosrc/tensor"
 )
@@ -48,38 +48,48 @@ func keepTensors(ctx context.Context, s *sleeper, in []Tensor) error {
 		return err
 	}
 	defer s.mem.Free()
-	if err := compareDigests(ctx, s, in, sums); err != nil {
+	if err := compareDigests(ctx, s, sums); err != nil {
 		return err
 	}
 	s.report.Shared, s.report.Stored = s.report.Stored, 0
 	return hoststore.KeepBytes(ctx, src, sums)
 }
 
-// compareDigests returns an error if tensors have changed since their digests were computed. The container may then
-// have other bytes than those of the digests.
-func compareDigests(ctx context.Context, s *sleeper, in []Tensor, sums map[string]digest.Sum) error {
-	views := make([]digest.View, len(in))
-	for i, t := range in {
-		views[i] = digest.Contiguous(uint64(uintptr(unsafe.Pointer(unsafe.SliceData(t.Data)))), int64(len(t.Data)))
-	}
-	gpu, err := gpuOf(s.Device)
-	var now []digest.Sum
-	switch {
-	case err != nil:
-		return err
-	case gpu == nil:
-		now, err = digest.All(ctx, views, s.countWorkers(), digest.ProcessKey())
-	default:
-		now, err = gpu.Digest(stream.Order{}, views, digest.ProcessKey())
-	}
-	for i := range now {
-		if now[i] != sums[in[i].Name] && err == nil {
-			err = errs.Locate("sleep", "", in[i].Name, -1, errs.New(errs.ErrArgument, "the tensor was changed while "+
-				"it was put into the host store: call prepare_sleep again, and change no tensor before "+
-				"SleepMemory.wait returns"))
+// compareDigests returns an error if the compressed bytes are not those of the digests, because tensors have changed
+// meanwhile. It decodes the container instead of reading the tensors again, which may have their first bytes again.
+func compareDigests(ctx context.Context, s *sleeper, sums map[string]digest.Sum) error {
+	states, key := make([]digest.State, len(s.lay.Tensors)), digest.ProcessKey()
+	buffers := sync.Pool{New: func() any { b := make([]byte, chunkBytes); return &b }}
+	var mu sync.Mutex
+	err := spawn.Each(ctx, "sleep digest", s.countWorkers(), len(s.lay.Chunks), func(c int) error {
+		i, x := s.tensorOf(c), s.lay.Chunks[c]
+		buf := buffers.Get().(*[]byte)
+		defer buffers.Put(buf)
+		b := (*buf)[:x.Logical]
+		if err := codec.Decode(b, s.mem.Bytes(x.Off, int64(x.Stored)), x); err != nil {
+			return changedError(s, i)
+		}
+		var part digest.State
+		key.Add(&part, (int64(c)-int64(s.lay.Tensors[i].First))*chunkBytes, b)
+		mu.Lock()
+		defer mu.Unlock()
+		states[i].Merge(part)
+		return nil
+	})
+	for i := range states {
+		t := &s.lay.Tensors[i]
+		if t.Alias < 0 && states[i].Sum(t.Bytes) != sums[t.Name] && err == nil {
+			err = changedError(s, i)
 		}
 	}
 	return err
+}
+
+// changedError returns the error for a tensor of the layout that was changed.
+func changedError(s *sleeper, i int) error {
+	return errs.Locate("sleep", "", s.lay.Tensors[i].Name, -1, errs.New(errs.ErrArgument, "the tensor was changed "+
+		"while it was put into the host store: call prepare_sleep again, and change no tensor before "+
+		"SleepMemory.wait returns"))
 }
 
 // A foundPart is a container of the host store. isUsed says which tensors of its index are used.

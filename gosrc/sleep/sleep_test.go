@@ -12,7 +12,9 @@ import (
 	"slices"
 	"testing"
 	"time"
+	"unsafe"
 
+	"github.com/overwire/overwire/gosrc/codec/digest"
 	"github.com/overwire/overwire/gosrc/device/pinned"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/spawn/spawntest"
@@ -316,5 +318,49 @@ func TestSleepRefuses(t *testing.T) {
 	}
 	if _, err := asleep(t, Spec{Device: "tpu"}, nil); !errors.Is(err, errs.ErrNotSupported) {
 		t.Error(err)
+	}
+}
+
+// If a tensor changes while it is compressed for the host store, the compressed bytes are refused, even if the tensor
+// has its first bytes again afterwards.
+func TestChangedBackIsRefused(t *testing.T) {
+	smaller(t)
+	in := several(random(t), 90_000)
+	views := make([]digest.View, len(in))
+	for i := range in {
+		data := in[i].Data
+		views[i] = digest.Contiguous(uint64(uintptr(unsafe.Pointer(unsafe.SliceData(data)))), int64(len(data)))
+	}
+	all, err := digest.All(t.Context(), views, 2, digest.ProcessKey())
+	if err != nil {
+		t.Fatal(err)
+	}
+	sums := map[string]digest.Sum{}
+	for i := range in {
+		sums[in[i].Name] = all[i]
+	}
+	for i := range in {
+		x := &in[i]
+		for _, at := range []int{-1, 0, len(x.Data) - 1} {
+			if len(x.Data) <= at || len(x.Data) == 0 {
+				continue
+			}
+			if at >= 0 {
+				x.Data[at] ^= 1
+			}
+			s := &sleeper{job: job.New("sleep"), keep: true}
+			_, _, err := s.compressTensors(t.Context(), in)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if at >= 0 {
+				x.Data[at] ^= 1
+			}
+			err = compareDigests(t.Context(), s, sums)
+			if at < 0 && err != nil || at >= 0 && !errors.Is(err, errs.ErrArgument) {
+				t.Errorf("byte %d of %s: %v", at, x.Name, err)
+			}
+			s.mem.Free()
+		}
 	}
 }

@@ -41,9 +41,9 @@ func NewKey() *Key {
 // ProcessKey returns the key of this process.
 var ProcessKey = sync.OnceValue(NewKey)
 
-// add adds bytes of a tensor to a keyed State. at must be a multiple of tileBytes, and so must len(p) unless p ends the
+// Add adds bytes of a tensor to a keyed State. at must be a multiple of tileBytes, and so must len(p) unless p ends the
 // tensor.
-func (key *Key) add(s *State, at int64, p []byte) {
+func (key *Key) Add(s *State, at int64, p []byte) {
 	row := uint64(at) / tileBytes * 32 * stepA
 	for ; len(p) >= tileBytes; p = p[tileBytes:] {
 		key.addTile(s, row, (*[tileBytes]byte)(p))

@@ -95,7 +95,7 @@ const gathered = 32 << 10
 func (v *View) addBytes(s *State, at, n int64, key *Key) {
 	add := s.Add
 	if key != nil {
-		add = func(at int64, p []byte) { key.add(s, at, p) }
+		add = func(at int64, p []byte) { key.Add(s, at, p) }
 	}
 	if v.IsContiguous() {
 		add(at, unsafe.Slice((*byte)(hostPointer(v.Address+uint64(at))), n))
