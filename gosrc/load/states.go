@@ -36,9 +36,9 @@ type State struct {
 	Layout string `json:"layout"`
 	// Sealed means that Layout covers checksums of all tensor bytes in the file.
 	Sealed bool `json:"sealed"`
-	// Sample is a digest of samples of every tensor, if they were requested and neither Sealed nor Pin is set. It shows
-	// that files differ although their sizes and times are equal, but not changes of a few elements. On a network file
-	// system it covers Changed, because a server sets this time whenever a file is written.
+	// Sample is a digest of Changed and of samples of every tensor, if they were requested and neither Sealed nor Pin
+	// is set. Programs cannot set the time Changed, so it shows any write. Samples also show most differences between
+	// files with equal times, as images may have.
 	Sample string `json:"sample"`
 }
 
@@ -104,8 +104,8 @@ func sampleDigest(ctx context.Context, ix *tensor.Index, file int, src source.So
 		}
 	}
 	sum, workers := sha256.New(), min(8, runtime.GOMAXPROCS(0))
+	fmt.Fprintf(sum, "%d\n", state.Changed)
 	if state.Network {
-		fmt.Fprintf(sum, "%d\n", state.Changed)
 		workers = 32 // each read may wait for a server
 	}
 	const batch = 16

@@ -9,12 +9,12 @@ from .keep_files import Refused
 
 
 def identify_files(source: Any, storage_options: Any = None) -> Iterator[Any]:
-    """Yields facts that identify the files of a model, in order. They do not depend on the host, so equal files on
-    several hosts have equal facts.
+    """Yields facts that identify the files of a model, in order.
 
-    A compressed file is identified by its checksums, an object by its version in the store, and a plain file by its
-    header, its modification time and samples of every tensor. They are read from the files, and nothing is put into the
-    host store. source, storage_options: as for `safe_open`. Raises
+    A compressed file is identified by its checksums and an object by its version in the store, so they have equal facts
+    on every host. A plain file is identified by its header, its times of modification and of the last change, and
+    samples of every tensor. Its facts change if the file is written to, copied, renamed or gets another mode. The facts
+    are read from the files, and nothing is put into the host store. source, storage_options: as for `safe_open`. Raises
     Refused if nothing identifies a file, and the errors of opening them.
     """
     import overwire
