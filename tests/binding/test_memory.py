@@ -13,7 +13,7 @@ import numpy as np
 import overwire as ow
 import pytest
 import torch
-from conftest import raw, same, ugly
+from conftest import raw, same, soon, ugly
 from overwire.frameworks.choose import frame_for
 from overwire.model.opened import Model
 
@@ -69,7 +69,7 @@ def test_freeing_one_tensor_frees_its_memory(tmp_path: Path) -> None:
     for name in list(loaded)[:7]:
         del loaded[name]
     gc.collect()
-    assert full - resident() > 6 * each
+    assert soon(lambda: full - resident() > 6 * each)  # other threads of this process may need memory for a moment
     assert loaded["t7"].sum() > 0
 
 

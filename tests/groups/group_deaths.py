@@ -130,7 +130,7 @@ def run_rank(folder: Path, rank: int, case: str, point: str, way: str) -> None:
     del group
     dist.destroy_process_group()
     gc.collect()
-    until = time.monotonic() + 10
+    until = time.monotonic() + 60
     # The number of engine threads varies. A group that is not freed has three threads and several descriptors.
     while not (freed := (now := count_open())[0] < threads + 3 and now[1] == links) and time.monotonic() < until:
         time.sleep(0.02)

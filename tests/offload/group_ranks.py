@@ -322,8 +322,9 @@ def interrupted(group: Any, rank: int, ranks: int) -> None:
             Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
             with fails(KeyboardInterrupt):
                 run(model, [2])
+            dist.barrier(group)
         else:
-            time.sleep(1)
+            dist.barrier(group)  # rank 1 was interrupted
             with fails(ow.IOFailure, "rank 1 of this host"):
                 run(model, [2, 3, 4])
     model.assert_whole()

@@ -208,8 +208,9 @@ def test_exit_raises_nothing_in_daemon_threads(big: str) -> None:
     run("""
 import atexit
 busy = LongJob(sys.argv[1])
-ended = []
+ended, begun = [], threading.Event()
 def wait():
+    begun.set()
     try:
         e.job_wait(busy.job, None)
     finally:
@@ -219,7 +220,8 @@ def look():
     assert not ended, "the wait has ended"
     print("looked", flush=True)
 threading.Thread(target=wait, daemon=True).start()
-time.sleep(0.1)
+begun.wait()
+time.sleep(0.1)  # until the thread waits
 import overwire._engine as engine
 atexit.unregister(engine._at_exit)
 engine._at_exit()  # as at the interpreter's exit
@@ -241,8 +243,8 @@ for i in range(10):
         sent.append(time.perf_counter())
         os.kill(os.getpid(), signal.SIGINT)
     thread = threading.Thread(target=send)
-    thread.start()
     try:
+        thread.start()  # the signal may arrive before this thread runs again
         while True:
             e.{call}
     except KeyboardInterrupt:
