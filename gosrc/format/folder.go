@@ -150,7 +150,9 @@ func chooseModel(dir string, names []string) (Files, error) {
 type Model struct{ Names, Paths []string }
 
 // ofLibraries are the base names that libraries look for, regardless of other files in the folder.
-var ofLibraries = []string{"model", "diffusion_pytorch_model", "consolidated"}
+var ofLibraries = []string{
+	"model", "diffusion_pytorch_model", "consolidated", "adapter_model", "pytorch_lora_weights",
+}
 
 // Models returns the models of a folder; the folder's default model is last. The other models are those with their own
 // index, variants, and models with a name in ofLibraries. names are the files of a remote folder; nil means that the

@@ -203,6 +203,8 @@ func TestConvertEveryModelOfAFolder(t *testing.T) {
 		"Mistral's":                   {sets: []string{"model.safetensors", "consolidated.safetensors"}},
 		"Mistral's, in one file":      {sets: []string{"model.safetensors"}, more: "consolidated.safetensors"},
 		"one file next to shards":     {sets: []string{"model.safetensors"}, more: "model.safetensors"},
+		"an adapter of peft":          {sets: []string{"model.safetensors"}, more: "adapter_model.safetensors"},
+		"LoRA of diffusers":           {sets: []string{"model.safetensors"}, more: "pytorch_lora_weights.safetensors"},
 		"one file, variant in shards": {sets: []string{"model.fp16.safetensors"}, more: "model.safetensors"},
 	} {
 		src, dst := t.TempDir(), filepath.Join(t.TempDir(), "out")
@@ -241,7 +243,7 @@ func TestConvertEveryModelOfAFolder(t *testing.T) {
 		if got := names(dst, rep.Copied); !slices.Equal(got, []string{"config.json"}) {
 			t.Errorf("%s: copied %q", name, got)
 		}
-		was, _ := filepath.Glob(filepath.Join(src, "[cm]*"))
+		was, _ := filepath.Glob(filepath.Join(src, "[acmp]*"))
 		if now, _ := filepath.Glob(filepath.Join(dst, "*")); !slices.Equal(names(src, was), names(dst, now)) {
 			t.Errorf("%s: %q became %q", name, was, now)
 		}

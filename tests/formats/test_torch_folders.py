@@ -134,6 +134,22 @@ def test_every_other_file_is_copied_or_reported(tmp_path: Path) -> None:
         ow.convert(source, tmp_path / "again")
 
 
+def test_models_have_the_names_that_their_libraries_look_for(tmp_path: Path) -> None:
+    """accelerate numbers its models, and peft saves an adapter next to the shards of its model."""
+    names = {"pytorch_model.bin": "model", "pytorch_model_1.bin": "model_1", "pytorch_model_12.bin": "model_12"}
+    (tmp_path / "state").mkdir()
+    for name in names:
+        torch.save({"w": torch.tensor([len(name)])}, tmp_path / "state" / name)
+    assert ow.convert(tmp_path / "state", tmp_path / "out").left == ()
+    for name, stem in names.items():
+        assert ow.load_file(tmp_path / "out" / f"{stem}.safetensors")["w"].item() == len(name)
+    shards = _shards(tmp_path / "tuned", a="1", b="2")
+    torch.save({"lora": torch.tensor([7])}, shards / "adapter_model.bin")
+    assert ow.convert(shards, tmp_path / "new").left == ()
+    assert ow.load_file(tmp_path / "new/adapter_model.safetensors")["lora"].item() == 7
+    assert sorted(ow.load_file(tmp_path / "new")) == ["a", "b"]
+
+
 class _Loud:
     """A class that fails when an object of it is created."""
 

@@ -127,7 +127,7 @@ def weights_of(folder: str, is_usual: bool = False) -> list[str]:
 def plain_name(name: str) -> str:
     """Converts the name of weights, or of their index, to the corresponding safetensors name."""
     stem = name.removesuffix(INDEX) if name.endswith(INDEX) else os.path.splitext(name)[0]
-    stem = re.sub(r"^pytorch_model\b", "model", stem)
+    stem = re.sub(r"^pytorch_model(?=(_\d+)?\b)", "model", stem)  # accelerate numbers its models
     return f"{stem}.safetensors.index.json" if name.endswith(INDEX) else f"{stem}.safetensors"
 
 
