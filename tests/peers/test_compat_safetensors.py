@@ -10,7 +10,9 @@ import inspect
 import io
 import json
 import pathlib
+import sys
 import warnings
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -143,6 +145,34 @@ def test_other_frameworks(name: str, tmp_path: pathlib.Path) -> None:
         assert np.array_equal(np.asarray(loaded[key]), array)
     part = ours.safe_open(path, short).get_slice("a")[1:]
     assert type(part) is type(half["a"]) and np.array_equal(np.asarray(part), arrays["a"][1:])
+
+
+def test_integers_that_jax_would_truncate_are_refused(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By default jax has no 64-bit integers. The original loads 2**33 + 5 as 5. overwire names the tensor, and loads
+    values that fit."""
+    from overwire.compat.safetensors._arrays import functions
+
+    try:
+        importlib.import_module("jax.numpy")
+    except ImportError:  # this stand-in converts as jax does
+        narrow = SimpleNamespace(array=lambda array: array.astype({"i": "i4", "u": "u4"}[array.dtype.kind]))
+        monkeypatch.setitem(sys.modules, "jax.numpy", narrow)
+        monkeypatch.setitem(sys.modules, "jax", SimpleNamespace(numpy=narrow))
+    _, _, load_bytes, load_file = functions("safetensors.flax", "flax", np.asarray)
+    path = tmp_path / "f.safetensors"
+    real_np.save_file({"fits": np.array([2**31 - 1, -(2**31)]), "none": np.zeros((0, 2), np.int64)}, path)
+    assert {name: array.tolist() for name, array in load_file(path).items()} == {
+        "fits": [2**31 - 1, -(2**31)], "none": [],
+    }  # fmt: skip
+    for array in (np.array([1, 2**33 + 5]), np.array([-(2**31) - 1]), np.array([2**32], np.uint64)):
+        real_np.save_file({"seed": array}, path)
+        with ours.safe_open(path, "flax") as file:
+            for load in (
+                lambda: load_file(path), lambda: load_bytes(path.read_bytes()),
+                lambda file=file: file.get_tensor("seed"), lambda file=file: file.get_slice("seed")[:],
+            ):  # fmt: skip
+                with pytest.raises(ours.SafetensorError, match=r"'seed'.*does not fit.*jax_enable_x64"):
+                    load()
 
 
 def test_the_compiled_module() -> None:

@@ -24,7 +24,7 @@ def functions(module: str, framework: str, to_numpy: Callable[[Any], Any]) -> tu
 
     def load(data: bytes) -> dict[str, Any]:
         """Returns the tensors in a file's bytes, plain or compressed."""
-        return {name: make(array, "cpu") for name, array in numpy.load(data).items()}
+        return {name: make(array, "cpu", name) for name, array in numpy.load(data).items()}
 
     def load_file(filename: Any, *, backend: str = "mmap") -> dict[str, Any]:
         """Returns the tensors of a file, plain or compressed. backend: "mmap" or "pread"."""

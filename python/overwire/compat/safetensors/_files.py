@@ -97,14 +97,14 @@ class safe_open:
         check("name", name, str)
         with reading(self._name, "Error while reading"):
             tensor = file.get_tensor(name)
-        return self._framework.make(tensor, self._device)
+        return self._framework.make(tensor, self._device, name)
 
     def get_tensors(self) -> dict[str, Any]:
         """Returns every tensor by name, in the order of `offset_keys`."""
         file = self._live()
         with reading(self._name, "Error while reading"):
             tensors = file.get_tensors()
-        return {name: self._framework.make(tensor, self._device) for name, tensor in tensors.items()}
+        return {name: self._framework.make(tensor, self._device, name) for name, tensor in tensors.items()}
 
     def get_slice(self, name: str) -> PySafeSlice:
         """Returns a slice object, which reads when it is indexed."""
@@ -214,7 +214,7 @@ class PySafeSlice(Internal):
                     tensor = self._file.get_tensor(self._name)[index]  # torch indexes the tensor, or raises its error
             else:
                 tensor = self._file.get_tensor(self._name)[index]
-        return self._framework.make(tensor, self._device)
+        return self._framework.make(tensor, self._device, self._name)
 
 
 def _basic(index: Any) -> bool:
