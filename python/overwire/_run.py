@@ -32,8 +32,7 @@ def run(words: list[str]) -> NoReturn:
                 break
             if set(word[1:]) & set("IE"):
                 _exit_with(
-                    _USAGE,
-                    f"{words[0]} {word} ignores PYTHONPATH, which overwire run needs: leave that option out",
+                    _USAGE, f"{words[0]} {word} ignores PYTHONPATH, which overwire run needs: leave that option out"
                 )
     folder = os.path.join(os.path.dirname(os.path.abspath(__file__)), "compat", "_path", "safetensors")
     paths = [folder, *filter(None, [os.environ.get("PYTHONPATH")])]

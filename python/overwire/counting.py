@@ -22,8 +22,7 @@ log = logging.getLogger("overwire")
 
 # Maps counters of a report, which are nanoseconds summed over workers, to the names of stages.
 _STAGES = {
-    f"{stage}_ns": stage
-    for stage in "read answer permit check decode wait plan encode hash write publish".split()
+    f"{stage}_ns": stage for stage in "read answer permit check decode wait plan encode hash write publish".split()
 }
 # Maps counters of `VerbMetrics` to the field of the reports that they add up.
 _SUMS = {name: name for name in ("tensors", "bytes", "mapped", "direct", "seconds")} | {"written": "bytes_out"}

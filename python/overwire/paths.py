@@ -127,7 +127,6 @@ def local_file(path: Any) -> str:
     return target
 
 
-
 def _shown_path(text: str) -> str:
     """Formats a path for messages. Of a URI, only the scheme is shown, because the engine, which hides secrets in URIs,
     cannot parse this text."""

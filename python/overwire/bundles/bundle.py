@@ -20,15 +20,7 @@ from .._imports import Undisturbed, imported
 from .._order import await_path
 from .._tables import OTHER_FILES
 from .._undo import after_error
-from ..errors import (
-    ArgumentError,
-    CorruptError,
-    FormatError,
-    IOFailure,
-    NotFoundError,
-    OutOfMemoryError,
-    OverwireError,
-)
+from ..errors import ArgumentError, CorruptError, FormatError, IOFailure, NotFoundError, OutOfMemoryError, OverwireError
 from ..files import regular
 from ..jobs import shown
 from ..model.opened import Model
@@ -224,9 +216,7 @@ class _Place(NamedTuple):
     undo: Callable[[], None]
 
 
-def _local_place(
-    target: str, data: bytes, how: _How, turn: contextlib.ExitStack, turns: list[Turn]
-) -> _Place:
+def _local_place(target: str, data: bytes, how: _How, turn: contextlib.ExitStack, turns: list[Turn]) -> _Place:
     folder = how.folder
     container = containers.container_of(target, folder)
     if "\n" in os.path.basename(container):

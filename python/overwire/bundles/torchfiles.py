@@ -409,9 +409,7 @@ class _Reader:
         name = f"data/{tensor.storage.key}"
         start, end = self._span_of_entry(name)
         place = start + tensor.offset
-        return StoredTensor(
-            tensor.dtype, tensor.shape, tensor.strides, place, (start, end), self._stored_sum(name)
-        )
+        return StoredTensor(tensor.dtype, tensor.shape, tensor.strides, place, (start, end), self._stored_sum(name))
 
     def read_content(self, root: Any, at: tuple[str, ...] = (), compare: bool = True) -> TorchFile:
         """Returns the content of the file. compare: whether to compare the checksums of all storages."""

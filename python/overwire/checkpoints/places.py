@@ -25,13 +25,7 @@ from typing import Any
 
 from .. import _verbs
 from .._undo import after_error
-from ..errors import (
-    AccessError,
-    ArgumentError,
-    IOFailure,
-    NotFoundError,
-    OverwireError,
-)
+from ..errors import AccessError, ArgumentError, IOFailure, NotFoundError, OverwireError
 from ..files import lock_path, state_of_file
 from ..model.reading import read_bytes
 from ..paths import classed_errors, is_file, is_remote, local, path_of

@@ -197,9 +197,7 @@ class CheckpointWriter(Located, StorageWriter):
             if entry.dtype is not None and is_bytes(entry.dtype):
                 tensors[entry.name] = _as_bytes(tensors[entry.name], entry.name)
         metadata = {"format": "pt", SAVE: self._place.save}
-        report = save_file(
-            cast(dict[str, TensorLike], tensors), self._place.make(step.file), metadata, **self._how
-        )
+        report = save_file(cast(dict[str, TensorLike], tensors), self._place.make(step.file), metadata, **self._how)
         sizes = [report.bytes_out] + [0] * len(step.entries)  # the first entry counts for the whole file
         return [
             WriteResult(entry.blocks[0].index, size, {"name": entry.name, "file": step.file})

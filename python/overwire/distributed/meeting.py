@@ -92,9 +92,7 @@ def find_difference(files: Mapping[int, OpenFiles]) -> CorruptError | None:
                 continue
             uris = files[min(files)].uris
             uri = uris[min(at, len(uris) - 1)]
-            text = (
-                f"overwire: group: {uri} is not the same file on ranks {other} and {rank}: it may have been replaced"
-            )
+            text = f"overwire: group: {uri} is not the same file on ranks {other} and {rank}: it may have been replaced"
             return CorruptError(text, source=uri)
     return None
 

@@ -5,14 +5,7 @@ from typing import Any
 from ..errors import ArgumentError
 
 #: The package of each value of `framework=` other than None.
-PACKAGES = {
-    "pt": "torch",
-    "torch": "torch",
-    "pytorch": "torch",
-    "np": "numpy",
-    "numpy": "numpy",
-    "bytes": "bytes",
-}
+PACKAGES = {"pt": "torch", "torch": "torch", "pytorch": "torch", "np": "numpy", "numpy": "numpy", "bytes": "bytes"}
 
 
 def check_framework(framework: Any) -> None:

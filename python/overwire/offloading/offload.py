@@ -248,9 +248,7 @@ class Offloaded:
             self._meet_gradients(block.name)
             return
         if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise NotSupportedError(
-                f"overwire: offload: {block.name}: a CUDA graph cannot capture streamed weights"
-            )
+            raise NotSupportedError(f"overwire: offload: {block.name}: a CUDA graph cannot capture streamed weights")
         with ring.lock:
             slot = ring.acquire(at, _frame_of_run(sys._getframe(1)))
             one.runs += 1
@@ -509,8 +507,6 @@ def _check_tier(where: object, room: object) -> int:
     return parse_size(room, "room")
 
 
-
-
 def _copy_once(tensor: torch.Tensor, device: torch.device, copies: dict[tuple[Any, ...], torch.Tensor]) -> torch.Tensor:
     # Returns a copy on the device. Tensors that share memory get the same copy.
     key = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), device)
@@ -549,8 +545,7 @@ def _needs_grad(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str
 
 def _not_copied() -> NotSupportedError:
     return NotSupportedError(
-        "overwire: offload: a model cannot be pickled or copied while it is offloaded: "
-        "save it after Offloaded.close()"
+        "overwire: offload: a model cannot be pickled or copied while it is offloaded: save it after Offloaded.close()"
     )
 
 

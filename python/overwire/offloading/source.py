@@ -98,9 +98,7 @@ class Source:
             self._file.load_into(pairs)
         return contents
 
-    def load_streams(
-        self, parts: list[tuple[int, int, int, int]], memory: StoredMemory
-    ) -> Callable[[], None] | None:
+    def load_streams(self, parts: list[tuple[int, int, int, int]], memory: StoredMemory) -> Callable[[], None] | None:
         """Starts to load parts of streams into memory, after the parts of earlier calls. parts: for each part the
         number of its stream, an address, and its range [lo, hi) of the stream's bytes. Returns a function that waits
         until they are loaded and their checksums are compared, or None if there are none."""

@@ -349,9 +349,7 @@ def decode_on_host(block: StoredBlock, numbers: Iterable[int], memory: torch.Ten
             raise outcome.error
 
 
-def _encode_on_host(
-    tensors: list[torch.Tensor], rows: list[torch.Tensor], device: torch.device
-) -> list[codecs.Span]:
+def _encode_on_host(tensors: list[torch.Tensor], rows: list[torch.Tensor], device: torch.device) -> list[codecs.Span]:
     spans = []
     for tensor, row in zip(tensors, rows, strict=True):
         content = codecs.Span(row.data_ptr(), row.numel(), row)
@@ -359,9 +357,7 @@ def _encode_on_host(
     return spans
 
 
-def _encode_on_gpu(
-    tensors: list[torch.Tensor], rows: list[torch.Tensor], device: torch.device
-) -> list[codecs.Span]:
+def _encode_on_gpu(tensors: list[torch.Tensor], rows: list[torch.Tensor], device: torch.device) -> list[codecs.Span]:
     # Returns addresses on the GPU.
     if not rows:
         return []

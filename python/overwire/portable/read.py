@@ -69,9 +69,7 @@ class safe_open:
         chunk and offset."""
         tensor = self._file.tensors.get(name)
         if tensor is None:
-            raise TensorNotFoundError(
-                f"overwire: {self._path} has no tensor {name!r}", source=self._path, tensor=name
-            )
+            raise TensorNotFoundError(f"overwire: {self._path} has no tensor {name!r}", source=self._path, tensor=name)
         holder = tensor.alias or name
         return self._as_array(tensor, dict(self._read_tensors([holder]))[holder])
 

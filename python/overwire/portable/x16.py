@@ -125,9 +125,7 @@ def _constant_head(chunk: Chunk) -> _Head:
     content, symbol = chunk.stored, int(chunk.stored[1])
     _check_chunk(symbol < 16 and not content[3] and not content[32:80].any(), "a chunk with a single symbol")
     none = np.zeros(0, np.int64)
-    return _Head(
-        symbol, -1, none.astype(np.uint8), none, none, _palette_of(chunk, 1 << symbol, -1), none, none, _HEAD
-    )
+    return _Head(symbol, -1, none.astype(np.uint8), none, none, _palette_of(chunk, 1 << symbol, -1), none, none, _HEAD)
 
 
 def _palette_of(chunk: Chunk, present: int, escape: int) -> Bytes:
@@ -171,8 +169,7 @@ def _coded_head(chunk: Chunk, tiles: int) -> _Head:
     _check_chunk(int(offsets[0]) == _round_up(_HEAD + 8 * (segments + 1)) and not (offsets % 16).any(), "its directory")
     _check_chunk(not content[_HEAD + 8 * (segments + 1) : int(offsets[0])].any(), "the padding of its directory")
     _check_chunk(
-        bool((np.diff(offsets) >= 128).all()) and int(offsets[-1]) <= len(content) and escapes[-1] == 0,
-        "its directory",
+        bool((np.diff(offsets) >= 128).all()) and int(offsets[-1]) <= len(content) and escapes[-1] == 0, "its directory"
     )
     _check_chunk(escape >= 0 or not escapes.any(), "its escapes")
     return _Head(-1, escape, symbol, freq[symbol], rank, palette, offsets, escapes, int(offsets[-1]))

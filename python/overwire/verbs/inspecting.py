@@ -92,9 +92,7 @@ class InspectionDict(Facts):
         dtypes = html.table(
             "Dtypes",
             ("dtype", "tensors", "in memory", "stored", "ratio"),
-            (
-                (name, f"{t['tensors']:,}", *_sizes_of(html, t)) for name, t in self["totals"].items() if name != "all"
-            ),
+            ((name, f"{t['tensors']:,}", *_sizes_of(html, t)) for name, t in self["totals"].items() if name != "all"),
         )
         tensors = html.table(
             f"{len(rows):,} tensor{'' if len(rows) == 1 else 's'}, the largest first",
@@ -130,9 +128,7 @@ def inspect(source: str | os.PathLike[str], *, storage_options: StorageOptions |
     if len(uris) != 1 and not opened.copies:
         raise ArgumentError(f"overwire: inspect {shown(str(source))}: it lists {len(uris)} files: inspect each one")
     try:
-        report = _verbs.inspect(
-            {"uris": uris, "storage": storage(storage_options, uris), "copies": opened.copies}
-        )
+        report = _verbs.inspect({"uris": uris, "storage": storage(storage_options, uris), "copies": opened.copies})
     except OverwireError as error:
         note("open", "", type(error).__name__)
         raise

@@ -78,10 +78,7 @@ def load_file(
     """
     # `many_objects` comes first, so that the model's table, which has an object for each tensor, is freed before the
     # cycle collector runs again.
-    with (
-        many_objects(),
-        open_loader("load_file", LoadOptions, options, source, device, framework, filename) as loader,
-    ):
+    with many_objects(), open_loader("load_file", LoadOptions, options, source, device, framework, filename) as loader:
         return loader.load_all()
 
 

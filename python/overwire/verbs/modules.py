@@ -209,8 +209,7 @@ def _match_names(
         problems.append(_list_few(misfits, "; "))
     if problems:
         raise ModelMismatchError(
-            f"overwire: load {model.uris[0]} into {type(module).__name__}: " + "; ".join(problems),
-            source=model.uris[0],
+            f"overwire: load {model.uris[0]} into {type(module).__name__}: " + "; ".join(problems), source=model.uris[0]
         )
     return missing, surplus, positions
 

@@ -101,9 +101,7 @@ class LazyTensorFactory:
 
     def _own_tensor(self, name: str) -> TensorBase:
         if name not in self.tensors:
-            raise ValueError(
-                f"{self.metadata.src}: tensor {name} was already freed, or was not loaded"
-            )
+            raise ValueError(f"{self.metadata.src}: tensor {name} was already freed, or was not loaded")
         if self.wait_tensor is not None:
             self.wait_tensor(name)
         return self.tensors[name]

@@ -18,13 +18,7 @@ from urllib.parse import urlsplit
 
 import overwire
 import overwire.gpu as gpu
-from overwire._compat_api import (
-    error_of_system,
-    imported,
-    new_lock,
-    path_of,
-    regular,
-)
+from overwire._compat_api import error_of_system, imported, new_lock, path_of, regular
 from overwire.stores import ObjectReader, shown
 
 from . import hlif, manifests, settings
@@ -360,9 +354,7 @@ def _raw(entry: _Entry) -> Any:
         data = bytearray(size)
         with open(place, "rb", opener=regular) as file:
             if file.readinto(data) < size or file.read(1):
-                raise overwire.CorruptError(
-                    f"overwire: read {place}: its size is no longer {size} bytes", source=place
-                )
+                raise overwire.CorruptError(f"overwire: read {place}: its size is no longer {size} bytes", source=place)
     if len(data) != size:
         raise overwire.CorruptError(f"overwire: read {place}: {len(data)} bytes, expected {size}", source=place)
     flat = torch.frombuffer(data, dtype=torch.uint8) if size else torch.empty(0, dtype=torch.uint8)

@@ -346,9 +346,7 @@ def _s3_download_url(
 ) -> str:
     """Returns the URL that `s3_download` opens. The URL is a secret. Raises ValueError for a URI that is not s3://, and
     OSError if the URL cannot be signed."""
-    return _s3.url_of(
-        path_uri, _s3.direct_options(s3_access_key_id, s3_secret_access_key, s3_endpoint, s3_region_name)
-    )
+    return _s3.url_of(path_uri, _s3.direct_options(s3_access_key_id, s3_secret_access_key, s3_endpoint, s3_region_name))
 
 
 def s3_download(

@@ -40,11 +40,7 @@ _ENUMS = {"Dtype": [f"DT_{name}" for name in _DTYPES], "AttributeType": ["AT_PAR
 
 def _build() -> dict[str, Any]:
     try:
-        from google.protobuf import (  # type: ignore[import-untyped,unused-ignore]
-            descriptor_pb2,
-            descriptor_pool,
-            message_factory,
-        )
+        from google.protobuf import descriptor_pb2, descriptor_pool, message_factory  # type: ignore[import-untyped,unused-ignore]
         from google.protobuf.internal import enum_type_wrapper  # type: ignore[import-untyped,unused-ignore]
     except ImportError as error:
         raise MissingPackageError("overwire: tensorizer.protobuf: the package protobuf is not installed") from error

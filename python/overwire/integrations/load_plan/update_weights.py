@@ -147,9 +147,7 @@ class Places:
         except Incomplete:
             raise
         except Exception as error:
-            raise ValueError(
-                f"overwire: cannot apply the delta to this model: {error}: push all weights"
-            ) from error
+            raise ValueError(f"overwire: cannot apply the delta to this model: {error}: push all weights") from error
         into: dict[str, torch.Tensor] = {}
         again: list[tuple[torch.Tensor, str]] = []
         slices: dict[str, list[Copy]] = {}

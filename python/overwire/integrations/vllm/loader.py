@@ -269,9 +269,7 @@ class _Reader(DefaultModelLoader):  # type: ignore[misc, unused-ignore]
 
     def _get_weights_iterator(self, part: Any) -> Iterator[tuple[str, torch.Tensor]]:
         if self.load_config.safetensors_load_strategy == "torchao":
-            raise ValueError(
-                "overwire: torchao's safetensors are not supported: use --load-format safetensors"
-            )
+            raise ValueError("overwire: torchao's safetensors are not supported: use --load-format safetensors")
         weights = None if self.attempt is None else self.attempt.next_stand_ins()
         if weights is None:
             weights = self._read_part(part)
@@ -305,11 +303,7 @@ class _Reader(DefaultModelLoader):  # type: ignore[misc, unused-ignore]
     def files_of(self, part: Any) -> tuple[list[str], str | None]:
         """Returns the files of a part in vLLM's order, and their index.json if it applies."""
         folder, files, is_safe, index = self._prepare_weights(
-            part.model_or_path,
-            part.subfolder,
-            part.revision,
-            part.fall_back_to_pt,
-            part.allow_patterns_overrides,
+            part.model_or_path, part.subfolder, part.revision, part.fall_back_to_pt, part.allow_patterns_overrides
         )
         if not is_safe:
             names = ", ".join(map(os.path.basename, files[:3]))
@@ -337,6 +331,4 @@ def reader_of(config: Any) -> Any:
 
 
 def _natural_order(path: str) -> list[Any]:
-    return [
-        (int(text), "") if text.isdigit() else (-1, text) for text in re.split(r"(\d+)", os.path.basename(path))
-    ]
+    return [(int(text), "") if text.isdigit() else (-1, text) for text in re.split(r"(\d+)", os.path.basename(path))]

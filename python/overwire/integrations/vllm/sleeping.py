@@ -227,7 +227,6 @@ class SleepBackend(CuMemBackend):  # type: ignore[misc, unused-ignore]
             self._asleep = None
             self._state = "RUNNING"
 
-
     def _restore_weights(self, image: PoolImage, tags: list[str] | None) -> None:
         is_mapped = False
 

@@ -120,6 +120,4 @@ def prepare_config(config: Any, model_config: Any) -> bool:
 def refuse_changes(what: str) -> None:
     """Raises ValueError if layers are streamed, because nothing may change or read the weights of such layers."""
     if any(handle.blocks for handle in _streams):
-        raise ValueError(
-            f"overwire: {what}: layers of the model are compressed: start vLLM without the offload option"
-        )
+        raise ValueError(f"overwire: {what}: layers of the model are compressed: start vLLM without the offload option")

@@ -285,9 +285,7 @@ class TrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc, unused-i
             with ThreadPoolExecutor(1) as side:  # the call returns only after workers and trainer have joined the group
                 future = start_thread(side.submit, self.client.init_weight_transfer_engine, facts)
                 try:
-                    group = Group(
-                        info.master_address, info.master_port, 0, info.world_size, info.timeout, future.done
-                    )
+                    group = Group(info.master_address, info.master_port, 0, info.world_size, info.timeout, future.done)
                 except ArgumentError:
                     future.result()  # raises the engines' error, which has more details
                     raise
