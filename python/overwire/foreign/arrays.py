@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from ..errors import CorruptError, FormatError, NotSupportedError, OverwireError, UntrustedPickleError
 from .content import BLOCK, Content, bytes_of
-from .joined import Files, pack_strided
+from .joined import Files, open_files, pack_strided
 from .zips import BAD_ZIP, entries_of
 
 MAGIC = b"\x93NUMPY"
@@ -116,8 +116,7 @@ def open_arrays(path: str) -> Iterator[Content]:
     Raises UntrustedPickleError for arrays of objects, NotSupportedError for dtypes that
     safetensors lacks, FormatError, and CorruptError for wrong checksums and lengths.
     """
-    files = Files()
-    try:
+    with open_files() as files:
         size = files.size_of(path)
         content = Content([], {}, [], files.mode, path.endswith(".npz"))
         if path.endswith(".npz"):
@@ -129,8 +128,6 @@ def open_arrays(path: str) -> Iterator[Content]:
             _add_array(content, source)
         yield content
         files.compare_files()
-    finally:
-        files.close_files()
 
 
 def _add_array(content: Content, source: _Bytes) -> None:
@@ -155,8 +152,7 @@ def _add_array(content: Content, source: _Bytes) -> None:
         content.left.append(f"{source.name}: an array of {kind[:100]}")
         return
     if kind[1:2] == "O":
-        why = "a pickled array of objects is not loaded: save arrays of numbers"
-        raise source.error_of(why, UntrustedPickleError)
+        raise source.error_of("a pickled array of objects is not loaded: save arrays of numbers", UntrustedPickleError)
     if kind not in _DTYPES:
         void = " (numpy saves bfloat16 and float8 arrays as such a type)" if kind[1:2] == "V" else ""
         raise source.error_of(f"safetensors has no type {kind}{void}: save it as another dtype", NotSupportedError)

@@ -32,7 +32,7 @@ from ..files import read_file
 from ..frameworks.spec import TensorSpec
 from .content import Content, Mapped, Stored
 from .image import Part, read_parts
-from .joined import Chunk, Files, Joined, PackedRun, Run, check_cover
+from .joined import Chunk, Files, Joined, PackedRun, Run, check_cover, open_files
 from .links import may_follow
 
 #: The name of the file that describes the checkpoint, and the name ending of the others.
@@ -83,10 +83,10 @@ class _Names(AllowList):
         return _Object(kind, args) if isinstance(kind, _Name) else super().new(kind, args)
 
     def set_state(self, made: Any, state: Any) -> None:
-        if not isinstance(made, _Object):
-            super().set_state(made, state)
-        else:
+        if isinstance(made, _Object):
             made.state = state
+        else:
+            super().set_state(made, state)
 
 
 class _Place(NamedTuple):
@@ -131,13 +131,9 @@ def open_checkpoint(folder: str, names: list[str]) -> Iterator[Content]:
     missing file, CorruptError for a checksum mismatch, NotSupportedError for dtypes that safetensors lacks, and
     UntrustedPickleError for a suspicious pickle.
     """
-    files = Files()
-    try:
-        reader = _Reader(folder, names, files)
-        yield reader.read_content()
+    with open_files() as files:
+        yield _Reader(folder, names, files).read_content()
         files.compare_files()
-    finally:
-        files.close_files()
 
 
 class _Reader:
@@ -162,19 +158,14 @@ class _Reader:
             return METADATA
         of_ranks = sorted(name for name in names if _OF_RANK.fullmatch(name))
         if len(of_ranks) > 1:
-            raise NotSupportedError(
-                f"overwire: open {self._folder}: the ranks of this torch.distributed.checkpoint saved independently "
-                f"(use_collectives=False; {of_ranks[0]} to {of_ranks[-1]}): load it with dcp.load on the same number "
-                "of ranks, and save it again with dcp.save",
-                source=self._folder,
-            )
+            how = f"use_collectives=False; {of_ranks[0]} to {of_ranks[-1]}"
+            text = f"the ranks of this torch.distributed.checkpoint saved independently ({how})"
+            todo = "load it with dcp.load on the same number of ranks, and save it again with dcp.save"
+            raise NotSupportedError(f"overwire: open {self._folder}: {text}: {todo}", source=self._folder)
         if not of_ranks:
-            raise NotFoundError(
-                f"overwire: open {self._folder}: a torch.distributed.checkpoint without its .metadata file, which "
-                "describes the .distcp files: the save did not finish, or the hidden file was not copied: copy or "
-                "fetch the whole folder again",
-                source=self._folder,
-            )
+            text = "a torch.distributed.checkpoint without its .metadata file, which describes the .distcp files"
+            why = "the save did not finish, or the hidden file was not copied: copy or fetch the whole folder again"
+            raise NotFoundError(f"overwire: open {self._folder}: {text}: {why}", source=self._folder)
         rank = _OF_RANK.fullmatch(of_ranks[0])[1]  # type: ignore[index]
         others = sorted(name for name in names if name.endswith(ENDING) and not name.startswith(f"__{rank}_"))
         if others:
@@ -201,12 +192,8 @@ class _Reader:
 
     def _numbers(self, value: Any, what: str, name: str, dims: int | None = None) -> tuple[int, ...]:
         """Checks and returns a shape or an offset."""
-        if (
-            not isinstance(value, (tuple, list))
-            or len(value) > _DIMS
-            or any(type(number) is not int or not 0 <= number < 1 << 62 for number in value)
-            or dims is not None and len(value) != dims
-        ):  # fmt: skip
+        is_valid = isinstance(value, (tuple, list)) and len(value) <= _DIMS and dims in (None, len(value))
+        if not is_valid or any(type(number) is not int or not 0 <= number < 1 << 62 for number in value):
             raise self._error(f"its {what} is malformed", name=name)
         return tuple(value)
 
@@ -232,8 +219,7 @@ class _Reader:
         for one in tensors:
             content.tensors.append((one.name, self._join(one, stored)))
         for name in others:
-            place = stored.pop((name, None), None)
-            if place is None:
+            if (place := stored.pop((name, None), None)) is None:
                 raise self._error("no location is listed for it", name=name)
             self._add_object(content, name, place)
         for name, offset in stored:  # no writer does this, so `.metadata` may lack a tensor
@@ -246,8 +232,7 @@ class _Reader:
     def _tensor_of(self, name: str, entry: Any) -> _Tensor:
         about = self._attributes(entry, "TensorStorageMetadata")
         shape = self._numbers(about.get("size"), "shape", name)
-        properties = about.get("properties")
-        state = self._attributes(properties, "TensorProperties").get("")
+        state = self._attributes(about.get("properties"), "TensorProperties").get("")
         kind = state[0] if state else None
         if not isinstance(kind, _Name) or kind.module != "torch":
             raise self._error("its dtype is malformed", name=name)
@@ -305,10 +290,8 @@ class _Reader:
             raise self._error(f"{file} is a link that leads out of the folder", name=name)
         whole = self._files.size_of(path)
         if start + size > whole:
-            text = (
-                f"overwire: open {path}: truncated, {name!r} is at bytes {start} to {start + size} and the file has "
-                f"{whole}: copy or fetch it again"
-            )
+            why = f"truncated, {name!r} is at bytes {start} to {start + size} and the file has {whole}"
+            text = f"overwire: open {path}: {why}: copy or fetch it again"
             raise CorruptError(text, source=path, tensor=name, offset=start)
         return _Place(path, start, size)
 
@@ -327,14 +310,12 @@ class _Reader:
         for number, (offsets, sizes) in enumerate(one.boxes):
             if 0 in sizes:
                 continue
-            place = stored.pop((one.name, offsets), None)
-            if place is None:
+            if (place := stored.pop((one.name, offsets), None)) is None:
                 raise self._error(f"no location is listed for chunk {list(offsets)}", name=one.name, chunk=number)
             chunks.append(Chunk(offsets, sizes, self._run_of(one, number, place)))
         for offsets, _ in one.boxes:  # an empty chunk may have the offset of another chunk
             stored.pop((one.name, offsets), None)
-        spec = TensorSpec(dtype=CALLED[one.dtype], shape=one.shape, data_ptr=0, data_len=0)
-        return Joined(one.name, one.dtype, tuple(spec.shape), chunks, one.shape)
+        return _join_chunks(one.name, one.dtype, one.shape, chunks)
 
     def _run_of(self, one: _Tensor, number: int, place: _Place) -> Run:
         offsets, sizes = one.boxes[number]
@@ -345,8 +326,7 @@ class _Reader:
             error.source, error.offset = place.path, place.start
             return error
 
-        parts = self._image_at(place)
-        if parts is not None:
+        if (parts := self._image_at(place)) is not None:
             part = parts.get(one.name)
             if part is None or (part.dtype, part.shape) != (one.dtype, sizes) or part.offsets != offsets:
                 raise error_at("the safetensors file has another chunk, or none,")
@@ -377,14 +357,17 @@ class _Reader:
             return
         item = self._read_item(place, name)
         if isinstance(item, StoredTensor):
-            run = _run_of_item(self._files, place.path, item)
-            spec = TensorSpec(dtype=CALLED[item.dtype], shape=item.shape, data_ptr=0, data_len=0)
-            chunk = Chunk((0,) * len(item.shape), item.shape, run)
-            content.tensors.append((name, Joined(name, item.dtype, tuple(spec.shape), [chunk], item.shape)))
+            chunk = Chunk((0,) * len(item.shape), item.shape, _run_of_item(self._files, place.path, item))
+            content.tensors.append((name, _join_chunks(name, item.dtype, item.shape, [chunk])))
             return
         content.tensors.extend((path, Mapped(memory)) for path, memory in item.tensors)
         content.values.update(item.values)
         content.left.extend(item.left)
+
+
+def _join_chunks(name: str, dtype: str, shape: tuple[int, ...], chunks: list[Chunk]) -> Joined:
+    spec = TensorSpec(dtype=CALLED[dtype], shape=shape, data_ptr=0, data_len=0)
+    return Joined(name, dtype, tuple(spec.shape), chunks, shape)
 
 
 def _run_of_item(files: Files, path: str, item: StoredTensor) -> Run:

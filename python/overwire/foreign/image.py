@@ -92,8 +92,5 @@ def read_parts(files: Files, path: str, start: int = 0) -> dict[str, Part]:
 
 
 def _are_numbers(value: Any) -> bool:
-    return (
-        type(value) is list
-        and len(value) <= _DIMS
-        and all(type(number) is int and 0 <= number < 1 << 62 for number in value)
-    )
+    is_list = type(value) is list and len(value) <= _DIMS
+    return is_list and all(type(number) is int and 0 <= number < 1 << 62 for number in value)

@@ -89,8 +89,7 @@ class Files:
 
     def fill_block(self, path: str, out: memoryview, at: int) -> None:
         """Fills `out` with the bytes of a file at offset `at`. Raises CorruptError if the file is too short, and
-        IOFailure.
-        """
+        IOFailure."""
         with self.open_file(path) as number:
             while out:
                 try:
@@ -100,6 +99,16 @@ class Files:
                 if not count:
                     raise _changed(path)
                 out, at = out[count:], at + count
+
+
+@contextlib.contextmanager
+def open_files() -> Iterator[Files]:
+    """A context with files that are closed at its end."""
+    files = Files()
+    try:
+        yield files
+    finally:
+        files.close_files()
 
 
 def _changed(path: str) -> CorruptError:
@@ -200,11 +209,10 @@ class Joined:
         row = math.prod(box[axis + 1 :]) * self._item
         if row > BLOCK:
             for at in range(box[axis]):
-                below = [
-                    (one, start + (at - one.offsets[axis]) * math.prod(one.sizes[axis + 1 :]) * self._item)
-                    for one, start in parts
-                    if one.offsets[axis] <= at < one.offsets[axis] + one.sizes[axis]
-                ]
+                below: list[tuple[Chunk, int]] = []
+                for one, start in parts:
+                    if 0 <= (index := at - one.offsets[axis]) < one.sizes[axis]:
+                        below.append((one, start + index * math.prod(one.sizes[axis + 1 :]) * self._item))
                 yield from self._bands(box, axis + 1, below, memory)
             return
         rows = min(BLOCK // row, box[axis])

@@ -93,17 +93,13 @@ def weights_of(folder: str, is_usual: bool = False) -> list[str]:
     """Returns the names of the weights in a folder. Raises an error if a file that is named like weights is missing or
     cannot be read, because the model would lack tensors. is_usual: whether to include only usual names."""
     entries = sorted(os.listdir(folder))
-    names = [
-        name
-        for name in entries
-        if name.endswith(TORCH_ENDINGS)
-        and not name.startswith(".")
-        and (has_usual_name(name) or not is_usual)
-        and not _OTHERS.fullmatch(os.path.splitext(name)[0])
-        and not os.path.isdir(os.path.join(folder, name))
-    ]
-    refusals = {name: refusal_of(os.path.join(folder, name)) for name in names}
+    files = [name for name in entries if name.endswith(TORCH_ENDINGS) and not name.startswith(".")]
+    files = [name for name in files if not os.path.isdir(os.path.join(folder, name))]
+    names = [name for name in files if not _OTHERS.fullmatch(os.path.splitext(name)[0])]
     usual = {name for name in names if has_usual_name(name)}
+    if is_usual:
+        names = [name for name in names if name in usual]
+    refusals = {name: refusal_of(os.path.join(folder, name)) for name in names}
     for index in (name for name in entries if name.endswith(INDEX)):
         shards = set(read_index(os.path.join(folder, index))["weight_map"].values())
         if lacking := shards - set(names):

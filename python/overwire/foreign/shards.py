@@ -21,7 +21,7 @@ from .._tables import BITS
 from ..errors import AccessError, FormatError, NotFoundError, NotSupportedError
 from .content import Content
 from .image import SHARDING, Part, read_parts
-from .joined import Chunk, Files, Joined, check_cover
+from .joined import Chunk, Files, Joined, check_cover, open_files
 from .links import may_follow
 
 _SHARD = re.compile(r"shard-(\d{1,9})-model-(\d{1,9})-of-(\d{1,9})\.safetensors")
@@ -40,12 +40,9 @@ def open_shards(folder: str, names: list[str]) -> Iterator[Content]:
     Raises NotFoundError for a missing rank, FormatError for parts that overlap or lack elements, and CorruptError for a
     truncated file.
     """
-    files = Files()
-    try:
+    with open_files() as files:
         yield _read_content(folder, names, files)
         files.compare_files()
-    finally:
-        files.close_files()
 
 
 def _read_content(folder: str, names: list[str], files: Files) -> Content:
@@ -78,9 +75,8 @@ def _join(name: str, parts: list[tuple[str, Part]]) -> Joined:
 
     def error_at(why: str, number: int) -> FormatError:
         at = parts[number][0]
-        return FormatError(
-            f"overwire: open {at}: tensor {name!r}: chunk {number}: {why}", source=at, tensor=name, chunk=number
-        )
+        text = f"overwire: open {at}: tensor {name!r}: chunk {number}: {why}"
+        return FormatError(text, source=at, tensor=name, chunk=number)
 
     for number, (_, part) in enumerate(parts):
         if part.dtype != first.dtype or len(part.shape) != len(first.shape):

@@ -20,7 +20,7 @@ from typing import NamedTuple
 from ..bundles.torchfiles import opened as opened_archive
 from ..errors import CorruptError, FormatError, NotSupportedError, OverwireError
 from .content import Content, Mapped
-from .joined import Files
+from .joined import Files, open_files
 
 WEIGHTS = "model_weights.ckpt"
 
@@ -45,11 +45,8 @@ def open_nemo(path: str, compare: bool = True, scratch: str | None = None) -> It
     Raises FormatError for an archive that is damaged or has no weights, CorruptError for a truncated archive,
     NotSupportedError for weights in parts, and the errors of torch.save files.
     """
-    files = Files()
-    try:
+    with open_files() as files:
         members = list(_members(files, path))
-    finally:
-        files.close_files()
 
     def make_error(why: str, kind: type[OverwireError] = FormatError) -> OverwireError:
         return kind(f"overwire: open {path}: {why}", source=path)

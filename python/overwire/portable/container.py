@@ -91,8 +91,7 @@ def parse(data: Bytes | memoryview, path: str) -> Container:
     checks.is_file(size <= _LONGEST_HEADER, f"its header has {size} bytes, more than {_LONGEST_HEADER}")
     checks.is_sound(8 + size <= len(data), f"truncated: its header has {size} bytes, but the file has {len(data)}")
     try:
-        text = bytes(data[8 : 8 + size]).decode()
-        header = json.loads(text, **STRICTLY)
+        header = json.loads(bytes(data[8 : 8 + size]).decode(), **STRICTLY)
     except (ValueError, RecursionError) as error:
         raise FormatError(f"overwire: {path}: malformed header: {error}", source=path) from None
     checks.is_file(isinstance(header, dict), "its header is not a JSON object")
@@ -106,14 +105,12 @@ def parse(data: Bytes | memoryview, path: str) -> Container:
         checks.is_file(notice is None, f"tensor {notice!r}: a gap or an overlap before it")
         return Container(entries, metadata, False)
     if metadata is None or note is None or _INDEX not in entries:
-        raise CorruptError(
-            f"overwire: {path}: it has only one of the index and the note about it in the metadata", source=path
-        )
+        text = f"overwire: {path}: it has only one of the index and the note about it in the metadata"
+        raise CorruptError(text, source=path)
     minor = _check_note(note, path)
     checks.is_file(notice is None or minor >= _MINOR_NOTICE, f"tensor {notice!r}: a gap or an overlap before it")
     checks.is_sound(notice is not None or minor < _MINOR_NOTICE, "the entry that makes other readers refuse the file")
-    first = next(iter(entries))
-    index = entries.pop(_INDEX)
+    first, index = next(iter(entries)), entries.pop(_INDEX)
     is_first = first == _INDEX and index.offset == base and index.dtype == "U8" and base % 4096 == 0
     checks.is_sound(is_first, "the position of its index")
     tensors = _read_index(data, base, index.nbytes, entries, checks)

@@ -34,10 +34,8 @@ __all__ = [
 
 
 def _needs_engine(name: str) -> str:
-    return (
-        f"overwire: {name} needs the engine, which is available for Linux with glibc on x86-64 and aarch64: "
-        f"this installation of {__version__} only has {', '.join(__all__[-4:])}"
-    )
+    need = f"{name} needs the engine, which is available for Linux with glibc on x86-64 and aarch64"
+    return f"overwire: {need}: this installation of {__version__} only has {', '.join(__all__[-4:])}"
 
 
 def __getattr__(name: str) -> Any:

@@ -168,8 +168,7 @@ def _sync_file(out: BinaryIO) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Syncs the names in a folder to the disk. Some file systems do not support this, and Windows cannot open folders.
-    """
+    # Syncs the names in a folder to the disk. Some file systems do not support this, and Windows cannot open folders.
     if os.name != "posix":
         return
     number = os.open(folder, os.O_RDONLY)
@@ -183,19 +182,13 @@ def _sync_folder(folder: Path) -> None:
 
 
 def _facts_of(file: safe_open, names: set[str]) -> dict[str, Any]:
-    tensors = [
-        {
-            "name": name,
-            "dtype": tensor.dtype,
-            "shape": list(tensor.shape),
-            "bytes": tensor.nbytes,
-            "stored": sum(chunk.stored for chunk in tensor.chunks) if file.compressed else tensor.nbytes,
-            "chunks": len(tensor.chunks),
-            "parts": tensor.parts,
-        }
-        for name, tensor in file.entries().items()
-        if name in names
-    ]
+    tensors = []
+    for name, tensor in file.entries().items():
+        if name in names:
+            facts: dict[str, Any] = {"name": name, "dtype": tensor.dtype, "shape": list(tensor.shape)}
+            size = sum(chunk.stored for chunk in tensor.chunks) if file.compressed else tensor.nbytes
+            facts |= {"bytes": tensor.nbytes, "stored": size, "chunks": len(tensor.chunks), "parts": tensor.parts}
+            tensors.append(facts)
     kind = "overwire" if file.compressed else "safetensors"
     size = os.path.getsize(file.path)
     return {"uri": file.path, "format": kind, "size": size, "metadata": file.metadata(), "tensors": tensors}

@@ -63,7 +63,7 @@ def parse_name(name: str) -> _Name | None:
         return own._replace(is_index=True, variant=own.variant or (index[2] or "") + (index[3] or ""))
     if not name.endswith(EXTENSION):
         return None
-    base = name[: -len(EXTENSION)]
+    base = name.removesuffix(EXTENSION)
     if (shard := _SHARD_NAME.fullmatch(base)) and int(shard[3]):
         own = _name_of_stem(shard[1])._replace(number=int(shard[2]), of=int(shard[3]))
         own = own._replace(variant=own.variant or shard[4] or "")
@@ -138,8 +138,7 @@ def _families_of(names: list[str]) -> tuple[list[_Family], list[str]]:
     families: list[_Family] = []
     leftovers = []
     for file in names:
-        name = parse_name(file)
-        if name is None:
+        if (name := parse_name(file)) is None:
             continue
         if name.is_marked and not name.is_index:
             leftovers.append(file)
@@ -246,6 +245,5 @@ def refuse_mixture(files: Iterable[tuple[str, Mapping[str, str] | None]]) -> Non
         other, other_save = first.setdefault(folder.removesuffix("/training"), (path, save))
         if save != other_save:
             text = "the checkpoint was replaced while it was read, or files of two saves were mixed"
-            raise CorruptError(
-                f"overwire: {path}: it is from another save of the checkpoint than {other}: {text}", source=path
-            )
+            text = f"it is from another save of the checkpoint than {other}: {text}"
+            raise CorruptError(f"overwire: {path}: {text}", source=path)

@@ -144,9 +144,8 @@ def _unpack_frame(frame: bytes, count: int) -> Bytes:
         try:
             import zstandard
         except ImportError:
-            raise MissingPackageError(
-                "overwire: this file has Zstandard frames: pip install zstandard, or use Python 3.14 or later"
-            ) from None
+            text = "this file has Zstandard frames: pip install zstandard, or use Python 3.14 or later"
+            raise MissingPackageError(f"overwire: {text}") from None
         decompressor = zstandard.ZstdDecompressor().decompressobj()
     try:
         content = decompressor.decompress(frame)

@@ -45,15 +45,12 @@ class safe_open:
 
     def __init__(self, filename: str | os.PathLike[str], framework: str = "np", device: str = "cpu") -> None:
         if framework not in ("np", "numpy", "pt", "bytes") or str(device) != "cpu":
-            raise ArgumentError(
-                f"overwire: {framework!r} on {device!r}: expected 'np', 'pt' or 'bytes' on 'cpu', because this machine "
-                f"lacks the engine"
-            )
+            why = "expected 'np', 'pt' or 'bytes' on 'cpu', because this machine lacks the engine"
+            raise ArgumentError(f"overwire: {framework!r} on {device!r}: {why}")
         self._path = local_path(filename)
         self._framework = framework
-        self._data: Bytes = (
-            np.memmap(self._path, np.uint8, "r") if os.path.getsize(self._path) else np.zeros(0, np.uint8)
-        )
+        has_bytes = os.path.getsize(self._path) > 0
+        self._data: Bytes = np.memmap(self._path, np.uint8, "r") if has_bytes else np.zeros(0, np.uint8)
         self._file: Container = parse(self._data, self._path)
 
     def keys(self) -> list[str]:
@@ -67,8 +64,7 @@ class safe_open:
     def get_tensor(self, name: str) -> Any:
         """Returns a tensor after verifying its checksums. Raises TensorNotFoundError, and CorruptError with tensor,
         chunk and offset."""
-        tensor = self._file.tensors.get(name)
-        if tensor is None:
+        if (tensor := self._file.tensors.get(name)) is None:
             raise TensorNotFoundError(f"overwire: {self._path} has no tensor {name!r}", source=self._path, tensor=name)
         holder = tensor.alias or name
         return self._as_array(tensor, dict(self._read_tensors([holder]))[holder])
@@ -166,14 +162,9 @@ class safe_open:
         except CorruptError as error:
             at = positions[error.chunk] if error.chunk is not None else at
             (name, number), offset = batch[at], chunks[at].offset
-            text = str(error).removeprefix("overwire: ")
-            raise CorruptError(
-                f"overwire: {self._path} tensor {name!r} chunk {number} @{offset}: {text}",
-                source=self._path,
-                tensor=name,
-                chunk=number,
-                offset=offset,
-            ) from None
+            text = f"tensor {name!r} chunk {number} @{offset}: {str(error).removeprefix('overwire: ')}"
+            place: dict[str, Any] = {"source": self._path, "tensor": name, "chunk": number, "offset": offset}
+            raise CorruptError(f"overwire: {self._path} {text}", **place) from None
         return [results[at] for at in range(len(batch))]
 
     def _as_array(self, tensor: Tensor, data: Bytes) -> Any:
@@ -188,9 +179,8 @@ class safe_open:
         try:
             import ml_dtypes
         except ImportError:
-            raise MissingPackageError(
-                f"overwire: {tensor.dtype} in numpy needs the package ml_dtypes: install it, or use framework='bytes'"
-            ) from None
+            why = "needs the package ml_dtypes: install it, or use framework='bytes'"
+            raise MissingPackageError(f"overwire: {tensor.dtype} in numpy {why}") from None
         return data.view(getattr(ml_dtypes, _ML_DTYPES[tensor.dtype])).reshape(tensor.shape)
 
 

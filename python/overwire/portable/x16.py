@@ -20,15 +20,9 @@ Bytes = NDArray[np.uint8]
 # Maps a transform to the bits of an element, whether there is a palette, the bits of a symbol value, and the bits of
 # each plane, in order.
 _TRANSFORMS: dict[int, tuple[int, bool, int, tuple[int, ...]]] = {
-    1: (16, True, 8, (8,)),
-    2: (16, True, 5, (8, 1, 1, 1)),
-    3: (32, True, 8, (8, 8, 8)),
-    4: (8, False, 4, (4,)),
-    5: (8, True, 5, (1, 1, 1)),
-    6: (8, False, 4, (4,)),
-    7: (4, False, 4, ()),
-    8: (8, True, 8, ()),
-}
+    1: (16, True, 8, (8,)), 2: (16, True, 5, (8, 1, 1, 1)), 3: (32, True, 8, (8, 8, 8)), 4: (8, False, 4, (4,)),
+    5: (8, True, 5, (1, 1, 1)), 6: (8, False, 4, (4,)), 7: (4, False, 4, ()), 8: (8, True, 8, ()),
+}  # fmt: skip
 _TILE = 256
 _HEAD = 96
 
@@ -168,9 +162,8 @@ def _coded_head(chunk: Chunk, tiles: int) -> _Head:
     offsets, escapes = directory[:, 0], directory[:, 1]
     _check_chunk(int(offsets[0]) == _round_up(_HEAD + 8 * (segments + 1)) and not (offsets % 16).any(), "its directory")
     _check_chunk(not content[_HEAD + 8 * (segments + 1) : int(offsets[0])].any(), "the padding of its directory")
-    _check_chunk(
-        bool((np.diff(offsets) >= 128).all()) and int(offsets[-1]) <= len(content) and escapes[-1] == 0, "its directory"
-    )
+    fits = bool((np.diff(offsets) >= 128).all()) and int(offsets[-1]) <= len(content)
+    _check_chunk(fits and escapes[-1] == 0, "its directory")
     _check_chunk(escape >= 0 or not escapes.any(), "its escapes")
     return _Head(-1, escape, symbol, freq[symbol], rank, palette, offsets, escapes, int(offsets[-1]))
 
@@ -314,11 +307,9 @@ def _assemble_values(transform: int, values: Bytes, planes: list[Bytes]) -> Byte
         wide |= p[0] << 15
         return wide.astype("<u2", copy=False).view(np.uint8)
     if transform == 2:
-        elements = p[3] << 15 | wide << 10 | p[2] << 9 | p[1] << 8 | p[0]
-        return elements.astype("<u2").view(np.uint8)
+        return (p[3] << 15 | wide << 10 | p[2] << 9 | p[1] << 8 | p[0]).astype("<u2").view(np.uint8)
     if transform == 3:
-        elements = (p[0] & 1) << 31 | wide << 23 | (p[0] >> 1) << 16 | p[1] << 8 | p[2]
-        return elements.astype("<u4").view(np.uint8)
+        return ((p[0] & 1) << 31 | wide << 23 | (p[0] >> 1) << 16 | p[1] << 8 | p[2]).astype("<u4").view(np.uint8)
     if transform == 4:
         return (p[0] >> 3 << 7 | wide << 3 | p[0] & 7).astype(np.uint8)
     if transform == 5:
