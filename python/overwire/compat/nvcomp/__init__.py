@@ -42,16 +42,9 @@ __all__ = [
 
 # nvCOMP also exports enum members as names of the module, in this order. Several are called NONE; the last one wins.
 for _kind in (
-    ArrayBufferKind,
-    BitcompMode,
-    BitshuffleMode,
-    CascadedCoarseGrainedEncoding,
-    CascadedFineGrainedEncoding,
-    CascadedMode,
-    CascadedTerminalCodec,
-    ChecksumPolicy,
-    DecompressBackend,
-):
+    ArrayBufferKind, BitcompMode, BitshuffleMode, CascadedCoarseGrainedEncoding, CascadedFineGrainedEncoding,
+    CascadedMode, CascadedTerminalCodec, ChecksumPolicy, DecompressBackend,
+):  # fmt: skip
     globals().update(_kind.__members__)
     __all__ += list(_kind.__members__)
 __all__ = sorted(set(__all__))

@@ -23,6 +23,10 @@ _FORMATS = {
 }  # fmt: skip
 
 
+#: The DLPack type and the number of a device.
+Device = tuple[int, int]
+
+
 class Later:
     """The pending result of one stream in a GPU batch."""
 
@@ -45,9 +49,8 @@ class Array(codecs.exporter()):  # type: ignore[misc]
     """A view of memory on the host or a GPU, or the result of a Codec.
 
     It is made from a DLPack capsule, or from an object with `__dlpack__`,
-    `__array_interface__`, `__cuda_array_interface__` or the buffer protocol. It shares the
-    memory and keeps it alive. Arrays on the host support the buffer protocol. The constructor raises TypeError for
-    other objects.
+    `__array_interface__`, `__cuda_array_interface__` or the buffer protocol. It shares the memory and keeps it alive.
+    Arrays on the host support the buffer protocol. The constructor raises TypeError for other objects.
     """
 
     def __init__(self, src_object: Any, cuda_stream: int = 0) -> None:
@@ -62,20 +65,10 @@ class Array(codecs.exporter()):  # type: ignore[misc]
         self._stream = self._joined = stream
 
     def _set_memory(
-        self,
-        span: codecs.Span,
-        shape: tuple[int, ...],
-        strides: tuple[int, ...] | None,
-        kind: Kind,
-        device: tuple[int, int],
+        self, span: codecs.Span, shape: tuple[int, ...], strides: tuple[int, ...] | None, kind: Kind, device: Device
     ) -> None:
-        self._span = span
-        self._shape = shape
-        self._strides = strides
-        self._kind = kind
-        self._device = device
-        self._capacity = span.nbytes
-        self._readonly = False
+        self._span, self._shape, self._strides, self._kind, self._device = span, shape, strides, kind, device
+        self._capacity, self._readonly = span.nbytes, False
         self._native = True  # overwire owns the memory, and a Codec may replace it
         self._pending: BaseException | Later | None = None
         self._stream = 1  # the stream that produces the bytes
@@ -89,20 +82,14 @@ class Array(codecs.exporter()):  # type: ignore[misc]
         self._joined = stream
         return True
 
-    def _fits_content(self, size: int, kind: Kind, device: tuple[int, int]) -> bool:
+    def _fits_content(self, size: int, kind: Kind, device: Device) -> bool:
         """Returns whether content of this length and type can be decoded into this Array."""
-        return (
-            self._span[1] == size
-            and self._kind == kind
-            and self._device == device
-            and not self._readonly
-            and self._strides is None
-            and len(self._shape) == 1
-        )
+        is_alike = self._span[1] == size and self._kind == kind and self._device == device
+        return is_alike and not self._readonly and self._strides is None and len(self._shape) == 1
 
     @classmethod
     def _of(
-        cls, span: codecs.Span, nbytes: int, kind: Kind = BYTE, device: tuple[int, int] = HOST, stream: int = 1
+        cls, span: codecs.Span, nbytes: int, kind: Kind = BYTE, device: Device = HOST, stream: int = 1
     ) -> Array:
         """Makes a one-dimensional Array of the first nbytes of a span."""
         array = cls.__new__(cls)
@@ -194,10 +181,8 @@ class Array(codecs.exporter()):  # type: ignore[misc]
         return self._cuda_interface() | {"stream": self._stream}
 
     def _cuda_interface(self) -> dict[str, Any]:
-        data = (self._span.address, False)
-        return {
-            "shape": self._shape, "typestr": typestr(self._kind), "data": data, "strides": self._strides, "version": 3
-        }
+        about = {"shape": self._shape, "typestr": typestr(self._kind), "strides": self._strides, "version": 3}
+        return {**about, "data": (self._span.address, False)}
 
     def to_dlpack(self, cuda_stream: Any = None) -> Any:
         """Returns a DLPack capsule of the same memory. The capsule keeps the memory alive.
@@ -211,8 +196,8 @@ class Array(codecs.exporter()):  # type: ignore[misc]
         item = self.item_size
         strides = _dense_strides(self._shape) if self._strides is None else tuple(s // item for s in self._strides)
         if self._strides is not None and any(s % item for s in self._strides):
-            raise BufferError(f"DLPack cannot express the Array's strides of {self._strides} bytes, which are not "
-                              f"multiples of the element size")
+            why = "which are not multiples of the element size"
+            raise BufferError(f"DLPack cannot express the Array's strides of {self._strides} bytes, {why}")
         return codecs.dlpack(self, self._span.address, self._shape, strides, self._kind, self._device)
 
     def __dlpack__(
@@ -364,9 +349,8 @@ def as_arrays(sources: Any, *args: Any, cuda_stream: int = 0, **named: Any) -> B
 def _part_of(whole: Array, at: int, n: int) -> Array:
     item = whole.item_size
     if at < 0 or n < 0 or at + n > whole.buffer_size or n % item or whole._strides is not None:
-        raise ValueError(
-            f"as_arrays: invalid part of {n} bytes at {at}: the buffer has {whole.buffer_size}, with {item} per element"
-        )
+        size = f"the buffer has {whole.buffer_size}, with {item} per element"
+        raise ValueError(f"as_arrays: invalid part of {n} bytes at {at}: {size}")
     span = codecs.Span(whole._span.address + at, n, whole)
     part = Array._of(span, n, whole._kind, whole._device)
     part._readonly, part._native = whole._readonly, False
@@ -412,9 +396,8 @@ def _describe_memory(source: Any, stream: int) -> MemoryDescription:
     try:
         view = memoryview(source)
     except TypeError:
-        raise TypeError(
-            f"{type(source).__name__} has no __dlpack__, __array_interface__, __cuda_array_interface__ or buffer"
-        ) from None
+        lacks = "has no __dlpack__, __array_interface__, __cuda_array_interface__ or buffer"
+        raise TypeError(f"{type(source).__name__} {lacks}") from None
     span = codecs.span(source)
     letter = view.format.lstrip("@=<") or "B"
     kind = next(((code, bits, 1) for (code, bits), f in _FORMATS.items() if f == letter), None)

@@ -17,31 +17,16 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 _OPTIONS: dict[str, type | tuple[type, ...]] = {
-    "algorithm": str,
-    "device_id": int,
-    "cuda_stream": int,
-    "uncomp_chunk_size": int,
-    "bitstream_kind": BitstreamKind,
-    "checksum_policy": ChecksumPolicy,
-    "execution_policy": object,
-    "decompress_backend": DecompressBackend,
-    "use_de_sort": bool,
-    "data_type": object,
-    "bitshuffle_mode": BitshuffleMode,
-    "algorithm_type": int,
-    "num_rles": int,
-    "num_deltas": int,
-    "use_bitpack": (bool, int),
+    "algorithm": str, "device_id": int, "cuda_stream": int, "uncomp_chunk_size": int, "algorithm_type": int,
+    "bitstream_kind": BitstreamKind, "checksum_policy": ChecksumPolicy, "decompress_backend": DecompressBackend,
+    "bitshuffle_mode": BitshuffleMode, "data_type": object, "execution_policy": object, "use_de_sort": bool,
+    "num_rles": int, "num_deltas": int, "use_bitpack": (bool, int),
     # Hints for Cascaded (since nvCOMP 6.0), and options of algorithms that only nvCOMP implements.
     **dict.fromkeys(
-        ("mode", "compression_level", "terminal_codecs", "fine_grained_encodings",
-         "coarse_grained_encodings", "delta", "states_per_lane", "histogram_reduction_log2", "max_sub_chunk_count",
-         "skip_validate"),
-        object,
+        ("mode", "compression_level", "terminal_codecs", "fine_grained_encodings", "coarse_grained_encodings", "delta",
+         "states_per_lane", "histogram_reduction_log2", "max_sub_chunk_count", "skip_validate"), object,
     ),
-    # overwire's own options.
-    "strict": bool,
-    "ask_nvcomp": bool,
+    "strict": bool, "ask_nvcomp": bool,  # overwire's own options
 }  # fmt: skip
 
 _COMPUTE = (
@@ -126,9 +111,8 @@ class Codec:
             if name not in _OPTIONS:
                 raise ValueError(f'Unsupported argument: "{name}".')
             if not isinstance(value, _OPTIONS[name]):
-                raise RuntimeError(
-                    f"Unable to cast Python instance of type {type(value)} to the type of {name}: {_OPTIONS[name]}"
-                )
+                text = f"of type {type(value)} to the type of {name}: {_OPTIONS[name]}"
+                raise RuntimeError(f"Unable to cast Python instance {text}")
         self._closed = False
         self._kwargs = kwargs
         self._strict: bool = kwargs.get("strict", False)
@@ -157,15 +141,11 @@ class Codec:
             own = {k: v for k, v in kwargs.items() if k not in ("strict", "ask_nvcomp")}
             self._original = original.Original(self._algorithm, own | {"algorithm": self._algorithm})
             return
-        if (
-            kwargs.get("bitshuffle_mode", BitshuffleMode.NVCOMP_BITSHUFFLE_NONE)
-            is not BitshuffleMode.NVCOMP_BITSHUFFLE_NONE
-        ):
+        if kwargs.get("bitshuffle_mode") not in (None, BitshuffleMode.NVCOMP_BITSHUFFLE_NONE):
             raise NotSupportedError("overwire: nvcomp: bit shuffling is not supported: leave bitshuffle_mode out")
         if kwargs.get("decompress_backend") is DecompressBackend.NVCOMP_DECOMPRESS_BACKEND_HARDWARE:
-            raise NotSupportedError(
-                "overwire: nvcomp: decompression engines are not supported: leave decompress_backend out"
-            )
+            why = "decompression engines are not supported: leave decompress_backend out"
+            raise NotSupportedError(f"overwire: nvcomp: {why}")
         if self._policy is not ChecksumPolicy.NO_COMPUTE_NO_VERIFY and self._bitstream != "native":
             raise ValueError("only BitstreamKind.NVCOMP_NATIVE has checksums")
         if self._chunk is not None and self._chunk <= 0:
@@ -226,16 +206,14 @@ class Codec:
         device = self._device(sources)
         outs = placing.prepare_outputs(out, many, sources, 1 if device is None else self._stream_for(device))
         if self._original is not None:
-            return self._original.run(
-                "decode", sources, many, data_type, outs=outs, decompression_config=decompression_config
-            )
+            config = decompression_config
+            return self._original.run("decode", sources, many, data_type, outs=outs, decompression_config=config)
         sizes = shapes = None
         if decompression_config is not None:
             self._check_config(decompression_config, DecompressConfig)
             if decompression_config._foreign is not None and self._reader is not None:
-                foreign = self._reader.run(
-                    "decode", sources, many, outs=outs, decompression_config=decompression_config._foreign
-                )
+                config = decompression_config._foreign
+                foreign = self._reader.run("decode", sources, many, outs=outs, decompression_config=config)
                 return placing.with_kind(foreign, kind)
             sizes, shapes = decompression_config._sizes, decompression_config._shapes
             if len(sizes) != len(sources):
@@ -251,15 +229,12 @@ class Codec:
             nvcomp, at = self._ask_nvcomp(found), found.at
         if not many:
             return placing.with_kind(nvcomp.run("decode", sources, False, outs=outs), kind)
-        results: list[Any] = [None] * len(sources)
         native = [i for i in range(len(sources)) if i not in at]
         parts = [outs and [outs[i] for i in part] for part in (at, native)]
         foreign = placing.with_kind(nvcomp.run("decode", [sources[i] for i in at], True, outs=parts[0]), kind)
-        for i, array in zip(
-            at + native, [*foreign, *self.decode([sources[i] for i in native], data_type, parts[1])], strict=True
-        ):
-            results[i] = array
-        return BatchArray(results)
+        own = self.decode([sources[i] for i in native], data_type, parts[1])
+        results = dict(zip(at + native, [*foreign, *own], strict=True))
+        return BatchArray(results[i] for i in range(len(sources)))
 
     def _run_on_gpu(
         self,
@@ -273,23 +248,17 @@ class Codec:
         if self._algorithm and self._algorithm not in gpu.algorithms():
             return None
         stream = self._stream_for(device)
-        there = self._sources_on(sources, device)
-        if there is None:
+        if (there := self._sources_on(sources, device)) is None:
             return None
         results = onboard.decode(there, shapes, self._algorithm, self._bitstream, kind, outs, device, stream)
-        if (
-            results is not None
-            and shapes is None
-            and self._bitstream == "with_size"
-            and self._algorithm != "X16"
-            and self._may_ask()
-        ):
+        if results is None:
+            return None
+        if shapes is None and self._bitstream == "with_size" and self._algorithm != "X16" and self._may_ask():
             # Only decoding shows whether nvCOMP wrote a sized stream, so this waits for the result.
-            errors = [array._pending_error() for array in results]
-            at = [i for i, error in enumerate(errors) if isinstance(error, CorruptError)]
-            if at:
-                raise _ForeignStreams(at, next(e for e in errors if isinstance(e, CorruptError)))
-        if results is not None and self._strict:
+            errors = enumerate(array._pending_error() for array in results)
+            if corrupt := {i: error for i, error in errors if isinstance(error, CorruptError)}:
+                raise _ForeignStreams(list(corrupt), next(iter(corrupt.values())))
+        if self._strict:
             for array in results:
                 array._wait_until_ready()
         return results
@@ -357,9 +326,7 @@ class Codec:
         """Returns the dtype for an encoder."""
         kinds = {a._kind for a in hosts} if self._type is None else {self._type}
         kind = kinds.pop() if len(kinds) == 1 else (1, 8, 1)
-        if self._algorithm == "Cascaded":
-            return integers_name(kind)
-        return safetensors_name(kind)
+        return integers_name(kind) if self._algorithm == "Cascaded" else safetensors_name(kind)
 
     def _bytes_needed(self, op: str, hosts: list[Array], spans: list[codecs.Span]) -> list[int]:
         if op == "encode":
@@ -384,9 +351,8 @@ class Codec:
             return False
         if self._bitstream == "native":
             return isinstance(coded.error, (FormatError, NotSupportedError)) and not codecs.is_native(span)
-        return isinstance(coded.error, CorruptError) and (
-            self._bitstream == "with_size" or self._algorithm == "Cascaded"
-        )
+        is_own_format = self._bitstream == "with_size" or self._algorithm == "Cascaded"
+        return is_own_format and isinstance(coded.error, CorruptError)
 
     def _may_ask(self) -> bool:
         return self._kwargs.get("ask_nvcomp", True) and original.usable()
@@ -400,15 +366,12 @@ class Codec:
             options = {name: self._kwargs[name] for name in _READING if name in self._kwargs}
             if not isinstance(options.get("data_type", ""), str) or options.get("data_type", "<")[:1] not in "<|":
                 del options["data_type"]  # only overwire knows this name
-            self._reader = original.Original(
-                self._algorithm or "the stream", options, verifies=self._verifies is not False
-            )
+            self._reader = original.Original(self._algorithm or "the stream", options, self._verifies is not False)
         return self._reader
 
     def _error_of(self, coded: codecs.Coded) -> RuntimeError | None:
         """Raises the error of a buffer, or returns an error to be raised later."""
-        error = coded.error
-        if error is None:
+        if (error := coded.error) is None:
             return None
         if isinstance(error, OverwireError) and error.rule == "NoChecksums":
             raise RuntimeError("The stream has no checksums, and the policy is COMPUTE_AND_VERIFY.") from error
@@ -437,9 +400,8 @@ class Codec:
         if self._original is not None:
             codec = self._original.codec
             many, sources = (False, []) if isinstance(src, self._original.impl.CompressConfig) else placing.as_list(src)
-            config: DecompressConfig = codec.decompression_config(
-                self._original.to_theirs(sources, many) if sources else src
-            )
+            inputs = self._original.to_theirs(sources, many) if sources else src
+            config: DecompressConfig = codec.decompression_config(inputs)
             return config
         if isinstance(src, CompressConfig):
             self._check_config(src, CompressConfig)
@@ -448,22 +410,18 @@ class Codec:
             shapes = [(n, chunk if native else max(n, 1), self._algorithm) for n in src._sizes]
             return DecompressConfig._of(self, list(src._sizes), src._many, shapes)
         many, sources = placing.as_list(src)
-        buffer_shapes = [self._peek_stream(a) for a in sources]
-        if None not in buffer_shapes:
-            return DecompressConfig._of(
-                self, [shape[0] for shape in buffer_shapes if shape is not None], many, buffer_shapes
-            )
+        peeks = [self._peek_stream(a) for a in sources]
+        if None not in peeks:
+            return DecompressConfig._of(self, [shape[0] for shape in peeks if shape is not None], many, peeks)
         try:
             return DecompressConfig._of(self, self._sizes(sources), many)
         except _ForeignStreams as theirs_all:
             nvcomp, at = self._ask_nvcomp(theirs_all), theirs_all.at
         if len(at) < len(sources):
-            raise NotSupportedError(
-                "overwire: nvcomp: one config cannot describe both overwire's and nvCOMP's streams: make two configs"
-            )
-        return DecompressConfig._of(
-            self, [], many, theirs=nvcomp.codec.decompression_config(nvcomp.to_theirs(sources, many))
-        )
+            why = "one config cannot describe both overwire's and nvCOMP's streams: make two configs"
+            raise NotSupportedError(f"overwire: nvcomp: {why}")
+        config = nvcomp.codec.decompression_config(nvcomp.to_theirs(sources, many))
+        return DecompressConfig._of(self, [], many, theirs=config)
 
     def _peek_stream(self, array: Array) -> onboard.Shape | None:
         """Reads the header of a stream on a GPU. Returns None if only the host can read the header."""
@@ -510,13 +468,8 @@ class Codec:
         return [c.nbytes for c in lengths]
 
     def _max_sizes(self, sizes: list[int]) -> list[int]:
-        bounds: list[int] = codecs.max_size(
-            sizes,
-            self._algorithm,
-            bitstream=self._bitstream,
-            chunk_size=self._chunk,
-            checksums=self._policy in _COMPUTE,
-        )
+        how: Any = {"bitstream": self._bitstream, "chunk_size": self._chunk, "checksums": self._policy in _COMPUTE}
+        bounds: list[int] = codecs.max_size(sizes, self._algorithm, **how)
         return bounds
 
     def _check_config(self, config: Any, kind: type[Any]) -> None:

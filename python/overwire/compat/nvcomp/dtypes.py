@@ -18,13 +18,9 @@ _LETTERS = {code: letter for letter, code in _CODES.items()}
 
 # Types for which numpy has no type string.
 _NAMED: dict[str, Kind] = {
-    "bfloat16": (4, 16, 1),
-    "float8_e4m3fn": (10, 8, 1),
-    "float8_e4m3fnuz": (11, 8, 1),
-    "float8_e5m2": (12, 8, 1),
-    "float8_e5m2fnuz": (13, 8, 1),
-    "float8_e8m0fnu": (14, 8, 1),
-}
+    "bfloat16": (4, 16, 1), "float8_e4m3fn": (10, 8, 1), "float8_e4m3fnuz": (11, 8, 1), "float8_e5m2": (12, 8, 1),
+    "float8_e5m2fnuz": (13, 8, 1), "float8_e8m0fnu": (14, 8, 1),
+}  # fmt: skip
 _NAMES = {kind: name for name, kind in _NAMED.items()}
 
 _PLAIN = {"bool": "|b1", "complex64": "<c8", "complex128": "<c16"}
@@ -82,8 +78,7 @@ def numpy_dtype(kind: Kind) -> Any:
     installed."""
     import numpy
 
-    name = _NAMES.get(kind)
-    if name is None:
+    if (name := _NAMES.get(kind)) is None:
         return numpy.dtype(typestr(kind))
     import ml_dtypes
 

@@ -61,10 +61,8 @@ def decode(
 
     Raises ValueError if an `out` is too small or read-only.
     """
-    if shapes is None:
-        shapes = _peek_all(arrays, algorithm, bitstream, device, stream)
-        if shapes is None:
-            return None
+    if shapes is None and (shapes := _peek_all(arrays, algorithm, bitstream, device, stream)) is None:
+        return None
     name = shapes[0][2]
     if name not in gpu.algorithms():
         return None
@@ -101,9 +99,7 @@ def decode(
         outputs.append(result)
         sources.append(source)
         rows.append((src, nbytes, dst, size, chunk))
-    batch = gpu.decode(
-        device, stream, rows, name, bitstream=bitstream, after=list(dict.fromkeys(after)) if after else ()
-    )
+    batch = gpu.decode(device, stream, rows, name, bitstream=bitstream, after=list(dict.fromkeys(after)))
     for i, result in enumerate(outputs):
         result._stream = result._joined = stream
         # A source that belongs to another stream must stay alive until it is read.
@@ -148,7 +144,7 @@ def encode(
             after.append(source._stream)
         contents.append((source._span.address, size, room._span.address, room._capacity, step, how))
         sources.append(source)  # keep it alive until it is read
-    batch = gpu.encode(device, stream, contents, bitstream=bitstream, after=list(dict.fromkeys(after)) if after else ())
+    batch = gpu.encode(device, stream, contents, bitstream=bitstream, after=list(dict.fromkeys(after)))
     for result, size_or_error in zip(outputs, batch.wait(), strict=True):
         if not isinstance(size_or_error, int):
             assert size_or_error is not None
@@ -167,8 +163,7 @@ def _transform_of(array: Array, name: str | None, device: int, stream: int) -> i
     transform = gpu.transform(name)
     if transform is None:
         size = array._span.nbytes
-        n = min(size, _SAMPLE)
-        if n == 0:
+        if not (n := min(size, _SAMPLE)):
             return 0
         sample = bytearray(n)
         at = array._span.address + ((size - n) // 2 & ~15)

@@ -52,8 +52,7 @@ def _why_unfit(version: str) -> str | None:
 
 def backend() -> str:
     """Returns the name and version of the installed nvCOMP, or what is missing."""
-    wheel = _newest_wheel()
-    if wheel is None:
+    if (wheel := _newest_wheel()) is None:
         return f"none: needs the wheel {' or '.join(_WHEELS)}"
     wrong = _why_unfit(wheel.version)
     return f"none: {wrong}" if wrong else f"nvcomp {wheel.version}"
@@ -75,14 +74,11 @@ def _load_codec(algorithm: str) -> Any:
     global _impl
     if _impl is not None:
         return _impl
-    wheel = _newest_wheel()
-    if wheel is None:
-        raise NotSupportedError(
-            f"overwire: nvcomp: {algorithm} is nvCOMP's own: it needs a GPU and the wheel {' or '.join(_WHEELS)}, "
-            "which is not installed"
-        )
-    wrong = _why_unfit(wheel.version)
-    if wrong:
+    if (wheel := _newest_wheel()) is None:
+        wrong: str | None = f"it needs a GPU and the wheel {' or '.join(_WHEELS)}, which is not installed"
+    else:
+        wrong = _why_unfit(wheel.version)
+    if wheel is None or wrong:
         raise NotSupportedError(f"overwire: nvcomp: {algorithm} is nvCOMP's own: {wrong}")
     # A process can load the extension only once, so this uses the one that is loaded as nvidia.nvcomp, if any.
     try:
@@ -159,5 +155,5 @@ class Original:
         if device < 0:
             raise DeviceError(f"overwire: nvcomp: the result of nvCOMP at {address:#x} is not GPU memory")
         gpu.stream_sync(int(interface.get("stream") or 1), device)
-        memory = {**made.__cuda_array_interface__, "stream": None}
+        memory = {**interface, "stream": None}
         return Array(SimpleNamespace(__cuda_array_interface__=memory, keep=(made, batch, self.codec)))

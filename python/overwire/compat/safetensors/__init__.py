@@ -4,8 +4,7 @@
     from overwire.compat.safetensors.torch import load_file, save_file
 
 Compressed files are read like plain ones. Written files are plain, for any safetensors
-reader. Modules: `torch`, `numpy`, `flax`, `mlx`, `tensorflow` and `paddle`, each if its
-framework is installed.
+reader. Modules: `torch`, `numpy`, `flax`, `mlx`, `tensorflow` and `paddle`, each if its framework is installed.
 
 Intended differences:
 

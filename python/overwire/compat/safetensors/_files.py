@@ -62,10 +62,9 @@ class safe_open:
         lands = self._device if self._framework.native == "pt" and self._device.startswith("cuda") else "cpu"
         self._name, self._source, self._state = name, source, state_of_file(source)
         self._entries: dict[str, tuple[str, list[int], tuple[int, int]]] = {}
+        self._file: overwire.safe_open | None
         with reading(name):
-            self._file: overwire.safe_open | None = open_tensors(
-                source, self._framework.native, lands, mmap=None if backend == "mmap" else False
-            )
+            self._file = open_tensors(source, self._framework.native, lands, mmap=None if backend == "mmap" else False)
 
     def _live(self) -> overwire.safe_open:
         if self._file is None:
@@ -222,11 +221,10 @@ def _basic(index: Any) -> bool:
     for entry in index if isinstance(index, tuple) else (index,):
         if entry is None or entry is Ellipsis or type(entry) is int:
             continue
-        if not isinstance(entry, slice) or any(
-            p is not None and type(p) is not int for p in (entry.start, entry.stop, entry.step)
-        ):
+        if not isinstance(entry, slice):
             return False
-        if entry.step is not None and entry.step <= 0:
+        bounds = [bound for bound in (entry.start, entry.stop, entry.step) if bound is not None]
+        if any(type(bound) is not int for bound in bounds) or entry.step is not None and entry.step <= 0:
             return False
     return True
 
@@ -250,9 +248,8 @@ def _checked(index: Any, shape: list[int]) -> Any:
             try:
                 entry = int(operator.index(entry))
             except TypeError:
-                raise SafetensorError(
-                    f"Unsupported slice index at position {at}: expected slice, int, or ellipsis"
-                ) from None
+                text = f"Unsupported slice index at position {at}: expected slice, int, or ellipsis"
+                raise SafetensorError(text) from None
         entries.append(entry)
     if entries.count(Ellipsis) > 1:
         raise SafetensorError("Only one ellipsis (...) is allowed in slice index")
@@ -265,16 +262,13 @@ def _checked(index: Any, shape: list[int]) -> Any:
             if entry < -size:
                 raise SafetensorError(f"Invalid index {entry} for dimension {dim} of size {size}")
             entries[dim] = entry + size
+    where = f"Error during slicing {_text(entries)} with shape {shape}"
     if len(entries) > len(shape):
-        raise SafetensorError(
-            f"Error during slicing {_text(entries)} with shape {shape}: more slicing indexes than dimensions in tensor"
-        )
+        raise SafetensorError(f"{where}: more slicing indexes than dimensions in tensor")
     for dim, entry in enumerate(entries):
         if isinstance(entry, int) and entry >= shape[dim]:
-            raise SafetensorError(
-                f"Error during slicing {_text(entries)} with shape {shape}: "
-                f"index {entry} out of bounds for tensor dimension #{dim} of size {shape[dim]}"
-            )
+            why = f"index {entry} out of bounds for tensor dimension #{dim} of size {shape[dim]}"
+            raise SafetensorError(f"{where}: {why}")
     return tuple(entries)
 
 

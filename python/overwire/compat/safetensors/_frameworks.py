@@ -62,8 +62,7 @@ def from_mlx(array: Any) -> Any:
 def to_paddle(array: Any, device: str = "cpu", name: str = "") -> Any:
     """Converts a numpy array to a paddle tensor. Raises SafetensorError for dtypes that paddle lacks."""
     paddle = import_module("paddle")
-    kind = getattr(paddle, array.dtype.name, None)
-    if kind is None:
+    if (kind := getattr(paddle, array.dtype.name, None)) is None:
         raise SafetensorError(f"paddle does not have the dtype {array.dtype.name}")
     bits = {"bfloat16": "uint16", "float8_e4m3fn": "uint8", "float8_e5m2": "uint8"}.get(array.dtype.name)
     place = "gpu" + device[4:] if device.startswith("cuda") else device

@@ -49,18 +49,14 @@ def _flatten(tensor_dict: dict[str, Any], keep_alive_buffer: list[Any]) -> dict[
             array = array.byteswap(inplace=False)
         array = np.asarray(array, order="C")
         keep_alive_buffer.append(array)
-        flat[name] = TensorSpec(
-            dtype=array.dtype.name, shape=array.shape, data_ptr=array.ctypes.data, data_len=array.nbytes
-        )
+        dtype, pointer = array.dtype.name, array.ctypes.data
+        flat[name] = TensorSpec(dtype=dtype, shape=array.shape, data_ptr=pointer, data_len=array.nbytes)
     return flat
 
 
 _TYPES: dict[str, Any] = {"BOOL": bool, "U8": np.uint8, "I8": np.int8, "C64": np.complex64}
-_TYPES |= {
-    f"{word[0].upper()}{bits}": getattr(np, f"{word}{bits}")
-    for word in ("float", "int", "uint")
-    for bits in (16, 32, 64)
-}
+for _word in ("float", "int", "uint"):
+    _TYPES |= {f"{_word[0].upper()}{bits}": getattr(np, f"{_word}{bits}") for bits in (16, 32, 64)}
 
 
 def _getdtype(dtype_str: str) -> Any:
@@ -68,10 +64,8 @@ def _getdtype(dtype_str: str) -> Any:
 
 
 def _view2np(safeview: Any) -> dict[str, Any]:
-    return {
-        name: np.frombuffer(view["data"], dtype=_getdtype(view["dtype"])).reshape(view["shape"])
-        for name, view in safeview
-    }
+    flat = ((name, view["shape"], np.frombuffer(view["data"], _getdtype(view["dtype"]))) for name, view in safeview)
+    return {name: array.reshape(shape) for name, shape, array in flat}
 
 
 def _is_little_endian(tensor: Any) -> bool:

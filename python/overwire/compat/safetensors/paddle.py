@@ -22,10 +22,7 @@ def save(tensors: dict[str, Any], metadata: dict[str, str] | None = None) -> byt
 
 
 def save_file(tensors: dict[str, Any], filename: Any, metadata: dict[str, str] | None = None) -> None:
-    """Writes a plain safetensors file atomically.
-
-    Raises ValueError for tensors that are not dense.
-    """
+    """Writes a plain safetensors file atomically. Raises ValueError for tensors that are not dense."""
     keep: list[Any] = []
     serialize_file(_flatten(tensors, keep), filename, metadata=metadata)
 
@@ -36,10 +33,7 @@ def load(data: bytes, device: str = "cpu") -> dict[str, Any]:
 
 
 def load_file(filename: Any, device: Any = "cpu", *, backend: str = "mmap") -> dict[str, Any]:
-    """Returns the tensors of a file, plain or compressed, on a device.
-
-    backend: "mmap" or "pread".
-    """
+    """Returns the tensors of a file, plain or compressed, on a device. backend: "mmap" or "pread"."""
     with safe_open(filename, framework="paddle", device=device, backend=backend) as f:
         return f.get_tensors()
 
@@ -57,10 +51,6 @@ def _flatten(tensors: dict[str, Any], keep_alive_buffer: list[Any]) -> dict[str,
         dense = tensor if tensor.place.is_cpu_place() else tensor.cpu()
         keep_alive_buffer.append(dense)
         size = dense.size * dense.element_size()
-        flat[name] = TensorSpec(
-            dtype=str(dense.dtype).split(".")[-1],
-            shape=dense.shape,
-            data_ptr=dense.data_ptr() if size else 0,
-            data_len=size,
-        )
+        dtype, pointer = str(dense.dtype).split(".")[-1], dense.data_ptr() if size else 0
+        flat[name] = TensorSpec(dtype=dtype, shape=dense.shape, data_ptr=pointer, data_len=size)
     return flat

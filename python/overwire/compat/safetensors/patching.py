@@ -267,9 +267,8 @@ def _readers() -> dict[int, tuple[Any, Any]]:
     try:
         import safetensors
     except ImportError as error:
-        raise overwire.MissingPackageError(
-            "overwire: patch_safetensors: the package safetensors is not installed"
-        ) from error
+        text = "overwire: patch_safetensors: the package safetensors is not installed"
+        raise overwire.MissingPackageError(text) from error
     swap = {}
     for module in _READERS:
         target = safetensors if module == "safetensors" else _module(module)
@@ -304,11 +303,8 @@ def _hook(readers: dict[int, tuple[Any, Any]] | None = None) -> None:
             try:
                 swap.update(_hooked(import_module(f"overwire.integrations.{library}")))
             except Exception as error:  # an unknown version, or a change by another tool
-                log.warning(
-                    "overwire: patch_safetensors: %s could not be hooked, so it reads tensor by tensor: %r",
-                    library,
-                    error,
-                )
+                text = "overwire: patch_safetensors: %s could not be hooked, so it reads tensor by tensor: %r"
+                log.warning(text, library, error)
         if swap:
             _swapped.update(swap)
             _rebind(swap, () if readers else _LIBRARIES)
@@ -349,10 +345,9 @@ def _replace(owner: Any, name: str, ours: classmethod[Any, Any, Any]) -> None:
     @functools.wraps(ours.__func__)
     def member(cls: Any, *args: Any, **kwargs: Any) -> Any:
         # Another tool may have wrapped this function, and may call it after the patch has ended.
-        original_member = _members.get(key)
-        return (ours if original_member is not None and original_member[3] is put else original).__get__(None, cls)(
-            *args, **kwargs
-        )
+        current = _members.get(key)
+        choice = ours if current is not None and current[3] is put else original
+        return choice.__get__(None, cls)(*args, **kwargs)
 
     put = classmethod(member)
     setattr(owner, name, put)

@@ -175,9 +175,8 @@ def _remove_duplicate_names(
             raise RuntimeError(
                 "Error while trying to find names to remove to save state dict, but found no suitable name to keep"
                 f" for saving amongst: {group}. None is covering the entire storage.Refusing to save/load the model"
-                f" since you could be storing much more memory than needed. Please refer to {_HELP} for more "
-                f"information."
-                " Or open an issue."
+                f" since you could be storing much more memory than needed. Please refer to {_HELP} for more"
+                " information. Or open an issue."
             )
         keep = min(complete & preference or complete - discard or complete)
         for name in sorted(group - {keep}):
@@ -193,9 +192,8 @@ _float8_e5m2 = getattr(torch, "float8_e5m2", None)
 _float8_e5m2fnuz = getattr(torch, "float8_e5m2fnuz", None)
 _float8_e8m0 = getattr(torch, "float8_e8m0fnu", None)
 _float4_e2m1_x2 = getattr(torch, "float4_e2m1fn_x2", None)
-_SIZE: dict[Any, int] = {
-    kind: kind.itemsize for kind in (*_TYPES.values(), _float8_e8m0, _float4_e2m1_x2) if kind is not None
-}
+_KINDS = (*_TYPES.values(), _float8_e8m0, _float4_e2m1_x2)
+_SIZE: dict[Any, int] = {kind: kind.itemsize for kind in _KINDS if kind is not None}
 
 
 def _getdtype(dtype_str: str) -> torch.dtype:
@@ -220,8 +218,7 @@ def _to_ndarray(tensor: torch.Tensor) -> tuple[Any, Any]:
 
     tensor = tensor.to("cpu")
     size = tensor.nelement() * _SIZE[tensor.dtype]
-    pointer = tensor.data_ptr()
-    if pointer == 0:
+    if (pointer := tensor.data_ptr()) == 0:
         return np.empty(0, np.uint8), tensor
     return np.ctypeslib.as_array(ctypes.cast(pointer, ctypes.POINTER(ctypes.c_ubyte)), (size,)), tensor
 
@@ -233,20 +230,17 @@ def _evaluate_tensors_for_save(tensors: dict[str, torch.Tensor]) -> None:
     for name, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor):
             raise ValueError(f"Key `{name}` is invalid, expected torch.Tensor but received {type(tensor)}")
-    sparse = [name for name, tensor in tensors.items() if tensor.layout != torch.strided]
-    if sparse:
+    if sparse := [name for name, tensor in tensors.items() if tensor.layout != torch.strided]:
         raise ValueError(
             f"You are trying to save a sparse tensors: `{sparse}` which this library does not support."
             " You can make it a dense tensor before saving with `.to_dense()` but be aware this might"
             " make a much larger file than needed."
         )
-    failing = [names for names in _find_shared_tensors(tensors) if len(names) > 1]
-    if failing:
+    if failing := [names for names in _find_shared_tensors(tensors) if len(names) > 1]:
         pad = "\n" + " " * 12
         raise RuntimeError(
-            f"{pad}Some tensors share memory, this will lead to duplicate memory on disk and potential differences "
-            f"when loading"
-            f" them again: {failing}.{pad}A potential way to correctly save your model is to use `save_model`."
+            f"{pad}Some tensors share memory, this will lead to duplicate memory on disk and potential differences when"
+            f" loading them again: {failing}.{pad}A potential way to correctly save your model is to use `save_model`."
             f"{pad}More information at {_HELP}{pad}"
         )
 
@@ -264,10 +258,6 @@ def _flatten_as_ptr(tensors: dict[str, torch.Tensor], keep_alive_buffer: list[An
         if dense.is_conj() or dense.is_neg():
             dense = dense.resolve_conj().resolve_neg()
         keep_alive_buffer.append(dense)
-        flat[name] = TensorSpec(
-            dtype=str(tensor.dtype).split(".")[-1],
-            shape=tensor.shape,
-            data_ptr=dense.data_ptr() if size else 0,
-            data_len=size,
-        )
+        dtype, pointer = str(tensor.dtype).split(".")[-1], dense.data_ptr() if size else 0
+        flat[name] = TensorSpec(dtype=dtype, shape=tensor.shape, data_ptr=pointer, data_len=size)
     return flat
