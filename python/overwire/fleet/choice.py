@@ -56,10 +56,8 @@ def _connect() -> Any:
         try:
             ray.init(address="auto", log_to_driver=False, configure_logging=False)
         except ConnectionError:
-            raise NotSupportedError(
-                "overwire: ray=True: this process is not in a Ray cluster: start one with `ray start --head`, or set "
-                "RAY_ADDRESS"
-            ) from None
+            text = "this process is not in a Ray cluster: start one with `ray start --head`, or set RAY_ADDRESS"
+            raise NotSupportedError(f"overwire: ray=True: {text}") from None
     return ray
 
 

@@ -94,11 +94,10 @@ def _answer_metadata(
         if len(records) == 1 and name in _BY_SHAPE:
             return func(records[0].twin, *args[1:], **(kwargs or {}))
     which = repr(records[0].name) if records else "a parameter"
-    raise NotSupportedError(
-        f"overwire: offload: {name}: the weights of {which} are offloaded and are on the device only while "
-        "their block runs: call Offloaded.close() to restore them",
-        tensor=records[0].name if records else "",
-    )
+    text = f"the weights of {which} are offloaded and are on the device only while their block runs"
+    advice = "call Offloaded.close() to restore them"
+    tensor = records[0].name if records else ""
+    raise NotSupportedError(f"overwire: offload: {name}: {text}: {advice}", tensor=tensor)
 
 
 def _describe_away(parameter: torch.Tensor) -> str:

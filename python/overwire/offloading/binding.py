@@ -67,11 +67,5 @@ def _states_of(parameters: list[Any], is_owned: bool) -> list[_State]:
 
 def _layout_of(parameter: Any) -> tuple[Any, ...]:
     # An assignment to `.data` may change any of these without a change of the address.
-    return (
-        parameter.data_ptr(),
-        parameter.shape,
-        parameter.stride(),
-        parameter.dtype,
-        parameter.is_conj(),
-        parameter.is_neg(),
-    )
+    bits = parameter.is_conj(), parameter.is_neg()
+    return parameter.data_ptr(), parameter.shape, parameter.stride(), parameter.dtype, *bits

@@ -50,27 +50,22 @@ def find_blocks(model: torch.nn.Module, blocks: Iterable[Any] | None, prefix: st
     Raises NotSupportedError for a compiled model, and for parameters that consist of other tensors.
     """
     if hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None:
-        raise NotSupportedError(
-            "overwire: offload: the whole model is compiled: compile its blocks, or offload it before you compile it"
-        )
+        text = "the whole model is compiled: compile its blocks, or offload it before you compile it"
+        raise NotSupportedError(f"overwire: offload: {text}")
     _check_memory(model)
     names = {module: name for name, module in model.named_modules()}
     modules = _find_modules(model, names, blocks) if blocks is not None else cut_model(model)
     if not modules:
-        kind = type(model).__name__
-        raise ArgumentError(
-            f"overwire: offload: {kind} has no ModuleList with parameters: pass its blocks as blocks=[...]"
-        )
+        text = f"{type(model).__name__} has no ModuleList with parameters: pass its blocks as blocks=[...]"
+        raise ArgumentError(f"overwire: offload: {text}")
     modules = list(ones := dict.fromkeys(modules))  # a module may be in several lists
     for module in modules:
         for inner in module.modules():
             if inner is not module and inner in ones:
                 raise ArgumentError(f"overwire: offload: block {names[inner]!r} is part of block {names[module]!r}")
     owners = _count_places(model, modules)
-    return [
-        Block(prefix + names[module], module, list(weights_of(module, prefix + names[module], owners)))
-        for module in modules
-    ]
+    pairs = [(prefix + names[module], module) for module in modules]
+    return [Block(name, module, list(weights_of(module, name, owners))) for name, module in pairs]
 
 
 def find_models(model: Any) -> dict[str, torch.nn.Module]:
@@ -83,9 +78,8 @@ def find_models(model: Any) -> dict[str, torch.nn.Module]:
         if isinstance(part, torch.nn.Module) and part not in models.values():
             models[name] = part
     if not models:
-        raise ArgumentError(
-            f"overwire: offload: expected a torch.nn.Module or a diffusers pipeline, got {type(model).__name__}"
-        )
+        why = f"expected a torch.nn.Module or a diffusers pipeline, got {type(model).__name__}"
+        raise ArgumentError(f"overwire: offload: {why}")
     return models
 
 
@@ -103,10 +97,8 @@ def weights_of(module: torch.nn.Module, prefix: str, owners: dict[int, int]) -> 
     """Yields the parameters of a block that no other module uses and that share no memory."""
     for name, parameter in module.named_parameters():
         if hasattr(parameter, "__tensor_flatten__"):
-            kind = type(parameter).__name__
-            raise NotSupportedError(
-                f"overwire: offload: {prefix}.{name} is a {kind}, which consists of other tensors", tensor=name
-            )
+            text = f"is a {type(parameter).__name__}, which consists of other tensors"
+            raise NotSupportedError(f"overwire: offload: {prefix}.{name} {text}", tensor=name)
         if owners.get(id(parameter)) == 1 and can_store(parameter):
             yield Weight(f"{prefix}.{name}", parameter, parameter.device)
 
@@ -167,11 +159,8 @@ def _count_places(model: torch.nn.Module, blocks: Sequence[torch.nn.Module]) -> 
             if tensor is not None:
                 places.setdefault(id(tensor), set()).update(inside.get(module, {-1}))
                 tensors[id(tensor)] = tensor
-    spans = sorted(
-        (str(t.device), t.data_ptr(), t.data_ptr() + _extent_of(t), key)
-        for key, t in tensors.items()
-        if t.numel() and t.device.type != "meta"
-    )
+    full = [(key, t) for key, t in tensors.items() if t.numel() and t.device.type != "meta"]
+    spans = sorted((str(t.device), t.data_ptr(), t.data_ptr() + _extent_of(t), key) for key, t in full)
     counts = {key: len(where) for key, where in places.items()}
     reach: tuple[str, int, int] = ("", 0, 0)  # device, end, and id of the tensor with the highest end so far
     for device, low, high, key in spans:

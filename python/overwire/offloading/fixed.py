@@ -44,9 +44,8 @@ def _load_next_block(tensors: list[torch.Tensor], name: str) -> None:
     if (owner := place[0]()) is None:
         raise NotSupportedError(f"overwire: offload: {name}: its model was deleted, so its weights no longer exist")
     if (ring := owner._ring) is None or not ring._blocks:
-        raise NotSupportedError(
-            f"overwire: offload: {name}: its weights were not restored: call Offloaded.close() again"
-        )
+        text = "its weights were not restored: call Offloaded.close() again"
+        raise NotSupportedError(f"overwire: offload: {name}: {text}")
     ring.load_next(place[1])
 
 
@@ -83,10 +82,8 @@ class FixedRing(Ring):
         Raises NotSupportedError during the capture of a CUDA graph, and if the last block has changed its weights.
         """
         if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise NotSupportedError(
-                f"overwire: offload: {self._names[at]}: a CUDA graph cannot capture streamed weights: it has to begin "
-                f"after the operator {OPERATOR}"
-            )
+            text = f"a CUDA graph cannot capture streamed weights: it has to begin after the operator {OPERATOR}"
+            raise NotSupportedError(f"overwire: offload: {self._names[at]}: {text}")
         with self.lock:
             self._end_run()
             slot = self._slot_for(at)
@@ -114,10 +111,8 @@ class FixedRing(Ring):
         self._carrier.mark_read(self._slot_for(at), stream)
         if at not in self._equal and not self.is_as_stored(at):  # only once, because the host waits for it
             self._slot_for(at).block = None
-            raise NotSupportedError(
-                f"overwire: offload: {self._names[at]} changes its weights when it runs, so it cannot be streamed in a "
-                "compiled or quantised model"
-            )
+            text = "changes its weights when it runs, so it cannot be streamed in a compiled or quantised model"
+            raise NotSupportedError(f"overwire: offload: {self._names[at]} {text}")
         self._equal.add(at)
 
 

@@ -124,11 +124,8 @@ class Hosted(Offloaded):
     def _meet_gradients(self, name: str, ran: bool = False) -> None:
         if ran:
             super()._meet_gradients(name)
-        warnings.warn(
-            f"overwire: offload: {name}: a forward with gradients is not streamed: "
-            "use torch.inference_mode() or torch.no_grad()",
-            stacklevel=2,
-        )
+        text = "a forward with gradients is not streamed: use torch.inference_mode() or torch.no_grad()"
+        warnings.warn(f"overwire: offload: {name}: {text}", stacklevel=2)
 
 
 def _is_placeholder(parameter: torch.Tensor | None) -> bool:

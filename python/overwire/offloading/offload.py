@@ -283,9 +283,8 @@ class Offloaded:
             is_changed = not ring.is_as_stored(at)
         if is_changed and not one.is_changed:
             one.is_changed = True
-            log.warning(
-                "overwire: offload: %s changes its weights when it runs, so they stay on the device", one.block.name
-            )
+            words = "overwire: offload: %s changes its weights when it runs, so they stay on the device"
+            log.warning(words, one.block.name)
         if not one.is_changed:
             one.was_held = False
             self._send_away(at)
@@ -300,10 +299,8 @@ class Offloaded:
     def _meet_gradients(self, name: str, ran: bool = False) -> None:
         # Raises an error for a forward with gradients, because its backward would need the weights again. It is called
         # before or after the block runs.
-        raise NotSupportedError(
-            f"overwire: offload: {name}: a forward with gradients needs weights again after they are offloaded: "
-            "use torch.inference_mode() or torch.no_grad()"
-        )
+        text = "a forward with gradients needs weights again after they are offloaded"
+        raise NotSupportedError(f"overwire: offload: {name}: {text}: use torch.inference_mode() or torch.no_grad()")
 
     def _bring_weights(self, at: int, slot: Slot) -> None:
         from .away import bring
@@ -418,11 +415,10 @@ def offload(
     Returns an `Offloaded`. Keep a reference to it. The model stays offloaded until its `close` is called. After an
     error the model is unchanged, but with a source, a model that had weights may have some old and some new ones. If
     the weights cannot be restored for lack of memory, the error's `offloaded` is the `Offloaded`: call `close` later.
-    Raises ArgumentError, for example for a model that is already offloaded. Raises NotSupportedError
-    for parameters that consist of other tensors, and for a model that is compiled as a whole. Raises
-    ModelMismatchError for a source that lacks weights, OutOfMemoryError for max_memory, room, host and device, and
-    the errors of `load_file`. A forward with gradients, or during the capture of a CUDA graph, raises
-    NotSupportedError.
+    Raises ArgumentError, for example for a model that is already offloaded. Raises NotSupportedError for parameters
+    that consist of other tensors, and for a model that is compiled as a whole. Raises ModelMismatchError for a source
+    that lacks weights, OutOfMemoryError for max_memory, room, host and device, and the errors of `load_file`. A forward
+    with gradients, or during the capture of a CUDA graph, raises NotSupportedError.
 
     With a group, errors of this call are raised on all ranks, also ArgumentError if their models or arguments differ.
     Afterwards the ranks only share memory, and `close` is not collective. If a rank runs another block than the others,
@@ -470,9 +466,8 @@ def _offload_model(
         raise ArgumentError("overwire: offload: source= and blocks= need a single model, but got a pipeline")
     inference = any(t.is_inference() for part in models.values() for t in [*part.parameters(), *part.buffers()])
     if inference and not torch.is_inference_mode_enabled():
-        raise NotSupportedError(
-            "overwire: offload: the model was created in inference mode: call offload inside torch.inference_mode()"
-        )
+        text = "the model was created in inference mode: call offload inside torch.inference_mode()"
+        raise NotSupportedError(f"overwire: offload: {text}")
     name = check_device(device, frame)
     with _errors_of(name):
         torch.empty(0, device=name)  # raises before anything changes if the device does not exist
@@ -544,9 +539,8 @@ def _needs_grad(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str
 
 
 def _not_copied() -> NotSupportedError:
-    return NotSupportedError(
-        "overwire: offload: a model cannot be pickled or copied while it is offloaded: save it after Offloaded.close()"
-    )
+    text = "a model cannot be pickled or copied while it is offloaded: save it after Offloaded.close()"
+    return NotSupportedError(f"overwire: offload: {text}")
 
 
 def _tensors_in(value: Any) -> Iterator[torch.Tensor]:

@@ -117,10 +117,8 @@ class Ring:
                 self._waiting[thread] = at
                 try:
                     if self._is_stuck():
-                        raise NotSupportedError(
-                            f"overwire: offload: more than {len(self._slots)} blocks run inside each other: "
-                            "pass a larger slots="
-                        )
+                        text = f"more than {len(self._slots)} blocks run inside each other: pass a larger slots="
+                        raise NotSupportedError(f"overwire: offload: {text}")
                     self.lock.wait(1.0)  # with a timeout, because a thread that holds a slot may end without a release
                 finally:
                     self._waiting.pop(thread, None)
@@ -318,29 +316,11 @@ class _HostCarrier:
             self._group.fetch_part(block.memory)
         decode_on_host(block, range(len(block.places)), slot.memory)
 
-    def stream(self) -> Any:
-        return None
-
-    def await_decoded(self, slot: Slot) -> None:
+    def _do_nothing(self, *arguments: object) -> None:
         pass
 
-    def mark_read(self, slot: Slot, stream: Any) -> None:
-        pass
-
-    def adopt_slot(self, slot: Slot) -> None:
-        pass
-
-    def leave(self, slot: Slot) -> None:
-        pass
-
-    def return_slot(self, slot: Slot) -> None:
-        pass
-
-    def follow_current(self) -> None:
-        pass
-
-    def wait(self) -> None:
-        pass
+    # There are no streams, so there is nothing to wait for.
+    stream = await_decoded = mark_read = adopt_slot = leave = return_slot = follow_current = wait = _do_nothing
 
 
 class _GPUCarrier:
@@ -415,14 +395,8 @@ class _GPUCarrier:
         self._turn ^= 1
         if self._decoded[turn] is not None:
             self._copying.wait_event(self._decoded[turn])
-        gpu.copy(
-            self._staging[turn].data_ptr(),
-            memory.address,
-            memory.nbytes,
-            device=self._device.index,
-            stream=self._copying.cuda_stream,
-            wait=False,
-        )
+        to, stream = self._staging[turn].data_ptr(), self._copying.cuda_stream
+        gpu.copy(to, memory.address, memory.nbytes, device=self._device.index, stream=stream, wait=False)
         self._decoding.wait_stream(self._copying)
         return turn
 

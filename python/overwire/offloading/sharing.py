@@ -62,12 +62,8 @@ class BlockGroup:
         facts["the content of source="] = _digest_of((source is None, lengths))
         meet(members, lambda: {"alike": facts, "opened": files})
         if members.hosts > 1:
-            members.raise_alike(
-                NotSupportedError(
-                    f"overwire: offload: group: its ranks are on {members.hosts} hosts, but must be on one: "
-                    "pass a group for each host"
-                )
-            )
+            text = f"its ranks are on {members.hosts} hosts, but must be on one: pass a group for each host"
+            members.raise_alike(NotSupportedError(f"overwire: offload: group: {text}"))
         self._members, self._device = members, device
         self._timeout = members.timeout_seconds
         self._names: list[str] = []
@@ -116,19 +112,12 @@ class BlockGroup:
 
         every = self._members.gather_results(describe_block)
         for rank, one in enumerate(every):
-            if one[:4] != every[0][:4]:
-                self._members.raise_alike(
-                    ArgumentError(
-                        f"overwire: offload: block {name!r} has different weights on rank {rank} than on rank 0: "
-                        "with group=, all ranks need the same model"
-                    )
-                )
             if one != every[0]:
-                self._members.raise_alike(
-                    ArgumentError(
-                        f"overwire: offload: block {name!r} fits on the device of only some ranks: pass a smaller room="
-                    )
-                )
+                text = f"has different weights on rank {rank} than on rank 0"
+                text += ": with group=, all ranks need the same model"
+                if one[:4] == every[0][:4]:
+                    text = "fits on the device of only some ranks: pass a smaller room="
+                self._members.raise_alike(ArgumentError(f"overwire: offload: block {name!r} {text}"))
         if blocks[0].digests or not blocks[0].files:
             return blocks[0]
         return self._check_streams(blocks[0])
@@ -189,8 +178,7 @@ class BlockGroup:
         the copy of this rank's part after the work that is now queued on the stream `after`.
 
         Raises ArgumentError if the ranks load different blocks, and IOFailure if a rank is gone or too late."""
-        name = self._names[memory.number]
-        with self._going_on(name):
+        with self._going_on(self._names[memory.number]):
             blocks: list[int] = []
 
             def meet_others(ms: int) -> bool:
@@ -200,10 +188,9 @@ class BlockGroup:
             self._await_ranks(meet_others, lambda: f"rank {len(blocks)} has not run it")
             for rank, block in enumerate(blocks):
                 if block != blocks[0]:
-                    raise ArgumentError(
-                        f"overwire: offload: rank {rank} runs block {self._names[block]!r} where rank 0 runs "
-                        f"{self._names[blocks[0]]!r}: all ranks of the group must run the same blocks in the same order"
-                    )
+                    own, first = self._names[block], self._names[blocks[0]]
+                    text = f"overwire: offload: rank {rank} runs block {own!r} where rank 0 runs {first!r}"
+                    raise ArgumentError(f"{text}: all ranks of the group must run the same blocks in the same order")
             if after is not None:
                 piece = memory.place, memory.nbytes, memory.share, int(self._whole), after
                 self._await_ranks(lambda ms: _verbs.gather_copy(self._handle, *piece, ms), _describe_slow)
@@ -213,8 +200,7 @@ class BlockGroup:
         there.
 
         Raises IOFailure."""
-        name = self._names[memory.number]
-        with self._going_on(name):
+        with self._going_on(self._names[memory.number]):
             return self._await_ranks(lambda ms: _verbs.gather_take(self._handle, stream, ms), _describe_slow)
 
     def _await_ranks(self, call: Callable[[int], int], describe_slow: Callable[[], str]) -> int:
@@ -233,10 +219,8 @@ class BlockGroup:
                     raise IOFailure(f"the group cannot be used after an earlier error: {self._broken}")
                 yield
             except IOFailure as error:
-                raise IOFailure(
-                    f"overwire: offload: block {name!r}: {_text_of(error)}. "
-                    "Offloaded.close() restores this rank's weights"
-                ) from error
+                text = f"{_text_of(error)}. Offloaded.close() restores this rank's weights"
+                raise IOFailure(f"overwire: offload: block {name!r}: {text}") from error
 
     def leave_step(self, error: BaseException) -> None:
         """Ends the use of the group after an error on this rank, and tells the other ranks."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,9 +36,7 @@ class Source:
         """is_shared: whether the ranks of a group read the stored chunks together, even those of preloaded files."""
         self._device = device
         self._file = safe_open(source, framework="pt")
-        self._tables: list[dict[str, Any]] = [
-            table for part in model.modules() for table in (part._parameters, part._buffers)
-        ]
+        self._tables: list[Any] = [table for part in model.modules() for table in (part._parameters, part._buffers)]
         self._placeholders: list[tuple[Any, str, torch.Tensor]] = []  # the model's meta tensors
         file_names, (state, _) = set(self._file.keys()), tensors_of_module(model, "offload")
         self._streams: Model | None = None
@@ -45,9 +44,8 @@ class Source:
         self._rows: dict[str, FileStream] = {}  # by name
         self._names: dict[int, str] = {}
         needs: dict[int, str] = {}
-        for name, tensor in [
-            *model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)
-        ]:
+        both = model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)
+        for name, tensor in chain(*both):
             if name in file_names:
                 self._names[id(tensor)] = name
             elif name in state or tensor.device.type == "meta":

@@ -38,11 +38,8 @@ class Place(NamedTuple):
 
     def view(self, memory: torch.Tensor) -> torch.Tensor:
         """Returns the tensor as a view of a slot's memory. memory: a uint8 tensor."""
-        return (
-            memory[self.offset : self.offset + self.nbytes]
-            .view(self.dtype)
-            .as_strided(self.shape, self.stride, self.offset // self.dtype.itemsize)
-        )
+        part = memory[self.offset : self.offset + self.nbytes].view(self.dtype)
+        return part.as_strided(self.shape, self.stride, self.offset // self.dtype.itemsize)
 
 
 class FileStream(NamedTuple):
@@ -101,9 +98,8 @@ class HostMemory:
         try:
             self._map = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError as error:
-            raise OutOfMemoryError(
-                f"overwire: offload: cannot allocate {nbytes} bytes of host memory: {error}", asked=nbytes
-            ) from error
+            text = f"overwire: offload: cannot allocate {nbytes} bytes of host memory: {error}"
+            raise OutOfMemoryError(text, asked=nbytes) from error
         with contextlib.suppress(OSError):  # the kernel may not support huge pages
             self._map.madvise(mmap.MADV_HUGEPAGE)
         self._use_tensor(torch.frombuffer(self._map, dtype=torch.uint8), nbytes, (0, nbytes), device)
@@ -210,10 +206,8 @@ def encode_block(
         spans = iter((_encode_on_gpu if on_gpu else _encode_on_host)(tensors, rows, device))
         parts = [one if isinstance(one, FileStream) else next(spans) for one in contents]
         offsets, end = place_streams([one.nbytes for one in parts])
-        streams = [
-            (offset, length, one.chunk if isinstance(one, FileStream) else CHUNK)
-            for (offset, length), one in zip(offsets, parts, strict=True)
-        ]
+        chunks = [one.chunk if isinstance(one, FileStream) else CHUNK for one in parts]
+        streams = [(*span, chunk) for span, chunk in zip(offsets, chunks, strict=True)]
         memory = allocate(end) if allocate is not None else HostMemory(end, device)
         block = StoredBlock(places, streams, memory, nbytes, digests)
         pairs = [(offset, one) for (offset, _), one in zip(offsets, parts, strict=True)]
@@ -287,10 +281,8 @@ def check_streams(block: StoredBlock, device: torch.device, memory: torch.Tensor
                 try:
                     decode_tensor(on_host, number)
                 except CorruptError as error:
-                    where = f"{one.uri} tensor {one.name!r} chunk {error.chunk}"
-                    raise CorruptError(
-                        f"overwire: offload: {where}: {error}", source=one.uri, tensor=one.name, chunk=error.chunk
-                    ) from error
+                    text = f"overwire: offload: {one.uri} tensor {one.name!r} chunk {error.chunk}: {error}"
+                    raise CorruptError(text, source=one.uri, tensor=one.name, chunk=error.chunk) from error
         raise
     return digest_rows([(memory.data_ptr() + one.offset, one.nbytes) for one in block.places], device)
 
@@ -305,14 +297,10 @@ def copy_to_host(block: StoredBlock, numbers: Sequence[int] | None = None) -> St
     memory = HostMemory(end, torch.device("cpu"))
     for (offset, length), (start, _, _) in zip(spans, streams, strict=True):
         memory.tensor[offset : offset + length].copy_(block.memory.tensor[start : start + length])
-    return StoredBlock(
-        [place._replace(offset=offset) for place, (offset, _) in zip(places, slot_spans, strict=True)],
-        [(*span, chunk) for span, (_, _, chunk) in zip(spans, streams, strict=True)],
-        memory,
-        nbytes,
-        b"",
-        [block.files[number] for number in numbers] if block.files else (),
-    )
+    places = [place._replace(offset=offset) for place, (offset, _) in zip(places, slot_spans, strict=True)]
+    streams = [(*span, chunk) for span, (_, _, chunk) in zip(spans, streams, strict=True)]
+    files = [block.files[number] for number in numbers] if block.files else ()
+    return StoredBlock(places, streams, memory, nbytes, b"", files)
 
 
 def digest_rows(rows: list[tuple[int, int]], device: torch.device) -> bytes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from traceback import clear_frames
 from typing import TYPE_CHECKING
 
@@ -70,14 +71,11 @@ class Tiers:
             before = stored = self._decoded = None  # type: ignore[assignment]
 
     def _compress_block(self, block: Block, source: Source | None) -> StoredBlock:
+        allocate = partial(self._memory_for, block)
         with self._named_errors(block):
             if source is None:
-                values = [weight.parameter.detach() for weight in block.weights]
-                return encode_block(values, self._device, lambda nbytes: self._memory_for(block, nbytes))
-            contents = source.read_block(block.weights)
-            return encode_block(
-                contents, self._device, lambda nbytes: self._memory_for(block, nbytes), source.load_streams
-            )
+                return encode_block([weight.parameter.detach() for weight in block.weights], self._device, allocate)
+            return encode_block(source.read_block(block.weights), self._device, allocate, source.load_streams)
 
     def _check_block(self, block: Block, stored: StoredBlock) -> StoredBlock:
         if not stored.files or isinstance(stored.memory, SharedMemory):  # a group checks its blocks
@@ -95,10 +93,8 @@ class Tiers:
             yield
         except OutOfMemoryError as error:
             clear_frames(error.__traceback__)  # they refer to device memory, which may be needed to restore the weights
-            where = f"while block {block.name!r} was compressed, with where={self._where!r}"
-            raise OutOfMemoryError(
-                f"{error}, {where}", asked=error.asked, free=error.free, total=error.total
-            ) from error
+            text = f"{error}, while block {block.name!r} was compressed, with where={self._where!r}"
+            raise OutOfMemoryError(text, asked=error.asked, free=error.free, total=error.total) from error
 
     def _memory_for(self, block: Block, nbytes: int) -> HostMemory | DeviceMemory:
         if not self._takes_device(nbytes):
@@ -124,11 +120,10 @@ class Tiers:
 
     def _takes_device(self, nbytes: int) -> bool:
         if self._where == "device" and nbytes > self._room:
-            raise OutOfMemoryError(
-                f"overwire: offload: the stored weights take more than room, {self._limit} bytes of device memory: "
-                "where='auto' puts the other blocks into host memory",
-                asked=self._limit - self._room + nbytes,
-            )
+            text = f"the stored weights take more than room, {self._limit} bytes of device memory"
+            advice = "where='auto' puts the other blocks into host memory"
+            total = self._limit - self._room + nbytes
+            raise OutOfMemoryError(f"overwire: offload: {text}: {advice}", asked=total)
         if self._where != "auto":
             return self._where == "device"
         # Blocks of both tiers alternate, so that blocks of the host are copied while others run.
