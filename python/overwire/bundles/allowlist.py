@@ -89,9 +89,8 @@ class AllowList:
             return function.call(self.budget, *args)
         if isinstance(function, type):
             torch = imported("torch")
-            make: Any = CALLS.get(function) or (
-                torch and {torch.Size: _make_size, torch.device: _make_device}.get(function)
-            )
+            of_torch = {torch.Size: _make_size, torch.device: _make_device} if torch is not None else {}
+            make: Any = CALLS.get(function) or of_torch.get(function)
             if make is not None:
                 return make(self.budget, *args)
         raise self.wrong("calls", function)
@@ -99,9 +98,8 @@ class AllowList:
     def new(self, kind: Any, args: tuple[Any, ...]) -> Any:
         """Creates an empty object of a class."""
         torch = imported("torch")
-        if kind is not object and not (
-            torch is not None and isinstance(kind, type) and issubclass(kind, torch.nn.Module)
-        ):
+        is_module = torch is not None and isinstance(kind, type) and issubclass(kind, torch.nn.Module)
+        if kind is not object and not is_module:
             raise self.wrong("creates an empty object of", kind)
         if args:
             raise FormatError("an empty object has arguments, which are not allowed")
@@ -195,13 +193,8 @@ def _check_rnn(budget: Budget, kind: type, own: dict[str, Any]) -> None:
     values of that key are not names."""
     layers = own.get("num_layers", 0)
     rows = own.get("_all_weights", own.get("all_weights"))
-    if (
-        type(rows) is not list
-        or "_all_weights" in own
-        and "all_weights" in own
-        or type(layers) is not int
-        or layers > len(rows)
-    ):
+    has_both = "_all_weights" in own and "all_weights" in own
+    if has_both or type(rows) is not list or type(layers) is not int or layers > len(rows):
         raise FormatError("the weights of an RNN are malformed")
     for row in [own.get("_flat_weights_names"), *rows]:
         if type(row) is not list:
@@ -243,8 +236,8 @@ def _make_slice(budget: Budget, *args: Any) -> slice:
 
 def _make_default_dict(budget: Budget, factory: Any = None) -> collections.defaultdict[Any, Any]:
     if factory is not None and not isinstance(factory, type):
-        raise budget.refuse("it creates a defaultdict with a factory that is not a class, which is not on the "
-                            "allow-list")
+        text = "it creates a defaultdict with a factory that is not a class"
+        raise budget.refuse(f"{text}, which is not on the allow-list")
     return collections.defaultdict(factory)
 
 
@@ -258,12 +251,8 @@ def _guard_datetime(kind: Any, size: int, zoned: bool) -> Callable[..., Any]:
     """Returns a guard for a datetime type that is pickled as `size` bytes. zoned: whether a time zone may follow."""
 
     def make_moment(budget: Budget, data: Any, *zone: Any) -> Any:
-        if (
-            type(data) is not bytes
-            or len(data) != size
-            or len(zone) > zoned
-            or any(type(part) is not datetime.timezone for part in zone)
-        ):
+        is_zone = len(zone) <= zoned and all(type(part) is datetime.timezone for part in zone)
+        if type(data) is not bytes or len(data) != size or not is_zone:
             raise _wrong_args(kind.__name__)
         return kind(data, *zone)
 
@@ -350,8 +339,7 @@ _GUARDS: dict[tuple[str, str], Guard] = {
     ("torch.serialization", "_get_layout"): Guard(_find_layout),
     ("torch._tensor", "_rebuild_from_type_v2"): Guard(_from_type),
     **{("torch._utils", name): Guard(make, tensor=True) for name, make in REBUILDERS.items()},
-    **{
-        ("overwire.rebuild", one.__name__): _guard_rebuild(one)
-        for one in (rebuild.array, rebuild.dtype, rebuild.scalar)
-    },
+    ("overwire.rebuild", "array"): _guard_rebuild(rebuild.array),
+    ("overwire.rebuild", "dtype"): _guard_rebuild(rebuild.dtype),
+    ("overwire.rebuild", "scalar"): _guard_rebuild(rebuild.scalar),
 }

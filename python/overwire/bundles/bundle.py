@@ -349,8 +349,8 @@ def _is_anothers(container: str) -> bool:
 def _names_of_tensors(model: Any) -> dict[int, str]:
     """Returns the first name of each tensor in a model, by id."""
     names: dict[int, str] = {}
-    torch = imported("torch")
-    numpy = imported("numpy")
+    torch, numpy = imported("torch"), imported("numpy")
+    kinds = (*([] if torch is None else [torch.Tensor]), *([] if numpy is None else [numpy.ndarray]))
 
     def name_tensors(value: Any, prefix: str, depth: int) -> None:
         if torch is not None and isinstance(value, torch.nn.Module):
@@ -358,9 +358,7 @@ def _names_of_tensors(model: Any) -> dict[int, str]:
                 for name, tensor in kind():
                     names.setdefault(id(tensor), prefix + name)
                     # A parameter is pickled through its `.data`, which is another object with the same storage.
-        elif (torch is not None and isinstance(value, torch.Tensor)) or (
-            numpy is not None and isinstance(value, numpy.ndarray)
-        ):
+        elif isinstance(value, kinds):
             names.setdefault(id(value), prefix.rstrip("."))
         elif isinstance(value, Mapping) and depth < 8:
             for key, part in value.items():

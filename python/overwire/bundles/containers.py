@@ -48,8 +48,8 @@ def rivals_of(pickle_path: str) -> list[str]:
     """Returns the other pickles in the folder that have the same container as their first choice."""
     folder, name = os.path.split(pickle_path)
     stem = os.path.splitext(name)[0]
-    paths = [os.path.join(folder, other) for other in os.listdir(folder) if other != name]
-    return [p for p in paths if os.path.splitext(os.path.basename(p))[0] == stem and is_pickle(p)]
+    others = [other for other in os.listdir(folder) if other != name and os.path.splitext(other)[0] == stem]
+    return [path for path in (os.path.join(folder, other) for other in others) if is_pickle(path)]
 
 
 def previous_of(container: str) -> str:
@@ -92,11 +92,9 @@ def not_beside(path: str, container: str) -> NotFoundError | FormatError:
     kind = kind_of_file(path, _read_head(path, HEAD_BYTES))
     if kind is not None and kind.what != "a pickle":
         return FormatError(f"overwire: open {path}: this is {kind.what}, not a bundle: {kind.do}", source=path)
-    return NotFoundError(
-        f"overwire: open {path}: there is no container {container}: copy that folder together with the pickle; "
-        "if save_bundle did not write this file, use load_file (safetensors), torch.load or pickle",
-        source=path,
-    )
+    text = f"overwire: open {path}: there is no container {container}: copy that folder together with the pickle; "
+    text += "if save_bundle did not write this file, use load_file (safetensors), torch.load or pickle"
+    return NotFoundError(text, source=path)
 
 
 def is_pickle(path: str) -> bool:

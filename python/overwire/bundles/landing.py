@@ -65,9 +65,8 @@ class Landing:
         if len(were) == 1:
             were *= count
         if len(were) != count:
-            raise FormatError(
-                f"overwire: open {self._source}: its container does not list one device per tensor", source=self._source
-            )
+            text = f"overwire: open {self._source}: its container does not list one device per tensor"
+            raise FormatError(text, source=self._source)
         if device is None:
             others = sorted(set(were) - {"cpu", _ARRAY})
             for name in others:
@@ -81,21 +80,17 @@ class Landing:
         import torch
 
         if name.partition(":")[0] == "meta":
-            raise FormatError(
-                f"overwire: open {self._source}: its container lists {name!r} as a device, which has no memory",
-                source=self._source,
-            )
+            text = f"overwire: open {self._source}: its container lists {name!r} as a device, which has no memory"
+            raise FormatError(text, source=self._source)
         try:
             if name.startswith("cuda:") and int(name[5:]) >= torch.cuda.device_count():
                 raise RuntimeError(f"this machine has {torch.cuda.device_count()} CUDA devices")
             torch.empty(0, device=name)
         except (RuntimeError, AssertionError, ValueError, ImportError, AttributeError) as error:
             reason = str(error).partition("\n")[0]
-            raise DeviceError(
-                f"overwire: load {self._source}: its tensors were on {name!r}, which is not available ({reason}): "
-                "choose a device with device=, for example device='cpu'",
-                source=self._source,
-            ) from error
+            text = f"its tensors were on {name!r}, which is not available ({reason}): choose a device with device=, "
+            text += "for example device='cpu'"
+            raise DeviceError(f"overwire: load {self._source}: {text}", source=self._source) from error
 
     def _start_load(self, model: Model, stack: contextlib.ExitStack, watcher: Any) -> None:
         def begin_load(job: Job, order: list[int] | None) -> None:
@@ -130,10 +125,8 @@ class Landing:
 
     def _take_blob(self, blob: int, size: int) -> tuple[Any, int]:
         """Waits for a blob, and returns its capsule and address. Each blob can be taken once."""
-        if blob < 0 or blob >= len(self._places):
-            raise self._refuse_reference()
-        at = self._places[blob]
-        if nbytes(self._rows[at][1], self._rows[at][2]) != size:
+        at = self._places[blob] if 0 <= blob < len(self._places) else -1
+        if at < 0 or nbytes(self._rows[at][1], self._rows[at][2]) != size:
             raise self._refuse_reference()
         job, order = self._jobs[at]
         while at not in self._landed:
@@ -176,7 +169,5 @@ class Landing:
         return base
 
     def _refuse_reference(self) -> FormatError:
-        return FormatError(
-            f"overwire: unpickle {self._source}: a reference to a tensor does not match the container",
-            source=self._source,
-        )
+        text = f"overwire: unpickle {self._source}: a reference to a tensor does not match the container"
+        return FormatError(text, source=self._source)

@@ -98,9 +98,8 @@ class Machine:
 
     def _refuse_opcode(self, code: int) -> Exception:
         if bytes((code,)) in _KNOWN:
-            return self._budget.refuse(
-                "it uses an opcode that save_bundle does not write, which is not on the allow-list"
-            )
+            text = "it uses an opcode that save_bundle does not write"
+            return self._budget.refuse(f"{text}, which is not on the allow-list")
         return FormatError(f"{code} is not an opcode")
 
     def _skip_bytes(self, count: int) -> int:

@@ -74,18 +74,14 @@ class Manifest:
             if min((*dims, row.decompressed_size, row.compressed_size)) < 0 or "\0" in filename:
                 raise ValueError
         except ValueError as error:
-            raise FormatError(
-                f"overwire: open {shown(self.path)} line {number}: expected 'filename shape dtype decompressed_size "
-                f"compressed_size'",
-                source=self.path,
-            ) from error
+            text = "expected 'filename shape dtype decompressed_size compressed_size'"
+            where = f"overwire: open {shown(self.path)} line {number}"
+            raise FormatError(f"{where}: {text}", source=self.path) from error
         scheme = filename.partition("://")[0].lower()
         if scheme in ("redis", "rediss") and not is_remote(self.path):
-            raise AccessError(
-                f"overwire: open {self.path} line {number}: it names {shown(filename)}, but REDISCLI_AUTH is not sent "
-                "to a server that a file names: pass the URI yourself",
-                source=self.path,
-            )
+            text = "but REDISCLI_AUTH is not sent to a server that a file names: pass the URI yourself"
+            where = f"overwire: open {self.path} line {number}"
+            raise AccessError(f"{where}: it names {shown(filename)}, {text}", source=self.path)
         return row
 
     def place_of(self, filename: str) -> str:
@@ -119,11 +115,8 @@ class Manifest:
         for at, name in enumerate(names):
             is_named = name.endswith(".safetensors")
             if not is_named and (remote or os.path.exists(places[at]) and not containers.is_container(places[at])):
-                raise NotSupportedError(
-                    f"overwire: open {source}: {os.path.basename(name)!r} was written by nyacomp itself: compress the "
-                    "model again with overwire",
-                    source=source,
-                )
+                text = "was written by nyacomp itself: compress the model again with overwire"
+                raise NotSupportedError(f"overwire: open {source}: {os.path.basename(name)!r} {text}", source=source)
         if not remote:
             return places
         folder = _verbs.beside({"uri": self.path})["path"].rpartition("/")[0] + "/"
@@ -132,15 +125,11 @@ class Manifest:
     def refuse_urls(self) -> None:
         """Raises AccessError if this local csv names URLs, unless nyacomp's DOWNLOAD allows them. An import must not
         request these URLs, because the file may come from an attacker."""
-        if truth("DOWNLOAD"):
-            return
-        for place in self.list_containers():
+        for place in () if truth("DOWNLOAD") else self.list_containers():
             if is_remote(place):
-                raise AccessError(
-                    f"overwire: open {self.path}: it names {shown(place)}, but a preload at import does not follow "
-                    "URLs in a local manifest: set DOWNLOAD=1, or call preload yourself",
-                    source=self.path,
-                )
+                text = f"it names {shown(place)}, but a preload at import does not follow URLs in a local manifest"
+                advice = "set DOWNLOAD=1, or call preload yourself"
+                raise AccessError(f"overwire: open {self.path}: {text}: {advice}", source=self.path)
 
 
 def meta_of(pickle_path: str) -> str:

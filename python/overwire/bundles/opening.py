@@ -83,8 +83,6 @@ def _open_container(
     if absent and not is_remote(target):
         raise containers.not_beside(target, container)
     if absent == len(candidates):
-        raise NotFoundError(
-            f"overwire: open {source}: there is no container {container}: upload that folder together with the pickle",
-            source=source,
-        )
+        text = f"there is no container {container}: upload that folder together with the pickle"
+        raise NotFoundError(f"overwire: open {source}: {text}", source=source)
     raise CorruptError(f"overwire: open {source}: the pickle and {container} are from different saves", source=source)

@@ -93,16 +93,10 @@ class TensorPickler(pickle.Pickler):
             return NotImplemented if spec is None else (rebuild.dtype, (spec,))
         if isinstance(obj, numpy.generic):
             spec = rebuild.spec_of(obj.dtype)
-            if spec is None or obj.dtype.hasobject:
-                return NotImplemented
-            return rebuild.scalar, (spec, obj.tobytes())
-        if type(obj) is numpy.ndarray and obj.dtype.hasobject:
-            spec = rebuild.spec_of(obj.dtype)
-            if spec is None:
-                return NotImplemented
+            return NotImplemented if spec is None or obj.dtype.hasobject else (rebuild.scalar, (spec, obj.tobytes()))
+        if type(obj) is numpy.ndarray and obj.dtype.hasobject and (spec := rebuild.spec_of(obj.dtype)) is not None:
             fortran = bool(obj.flags.f_contiguous and not obj.flags.c_contiguous)
-            items = list(obj.reshape(-1))
-            return rebuild.array, (spec, obj.shape, fortran, items)
+            return rebuild.array, (spec, obj.shape, fortran, list(obj.reshape(-1)))
         return NotImplemented
 
     # -- blobs
@@ -166,10 +160,7 @@ class TensorPickler(pickle.Pickler):
         return ("storage", blob, dtype, size)
 
     def _save_array(self, array: Any) -> Any:
-        if array.dtype.hasobject:
-            return None
-        spec = rebuild.spec_of(array.dtype)
-        if spec is None:
+        if array.dtype.hasobject or (spec := rebuild.spec_of(array.dtype)) is None:
             return None
         number = self._arrays.get(id(array))
         if number is None:
@@ -184,9 +175,7 @@ class TensorPickler(pickle.Pickler):
                 blob, offset, size = self._base(base, base)
                 strides = base.strides
         writable = bool(array.flags.writeable)
-        return (
-            "array", blob, spec, array.shape, strides, offset, writable, number[0], size,
-        )  # fmt: skip
+        return ("array", blob, spec, array.shape, strides, offset, writable, number[0], size)
 
     def _base(self, base: Any, array: Any) -> tuple[int, int, int]:
         start, end = _bounds_of(base)

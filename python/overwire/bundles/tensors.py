@@ -222,10 +222,9 @@ def _rows_ascend(rows: Any, count: int) -> bool:
         return False
     if rows.device.type == "meta":
         return True
-    inside = bool(((rows >= 0) & (rows <= count)).all())
-    return inside and bool(
-        (rows[..., 0] == 0).all() and (rows[..., -1] == count).all() and (rows[..., 1:] >= rows[..., :-1]).all()
-    )
+    if not ((rows >= 0) & (rows <= count)).all() or not (rows[..., 1:] >= rows[..., :-1]).all():
+        return False
+    return bool((rows[..., 0] == 0).all() and (rows[..., -1] == count).all())
 
 
 def _check_shape(size: Any) -> tuple[int, ...]:

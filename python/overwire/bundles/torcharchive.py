@@ -15,10 +15,11 @@ from typing import BinaryIO, cast
 
 from .._tables import HEAD_BYTES
 from .._undo import after_error
-from ..errors import CorruptError, FormatError, NotFoundError, NotSupportedError, OverwireError, error_of_system
+from ..errors import CorruptError, FormatError, NotFoundError, NotSupportedError, OverwireError
 from ..filekinds import FileKind, kind_of_file
 from ..files import regular
 from ..foreign.zips import BAD_ZIP, LargeDirectory, Part, Span, entries_of, span_of
+from ..paths import classed_errors
 
 #: The entries of an archive may inflate to at most _TIMES its size plus _SPARE bytes.
 _TIMES, _SPARE = 64, 256 << 20
@@ -52,21 +53,14 @@ def refusal_of(path: str) -> OverwireError | None:
     FormatError that names the kind of the file. The `rule` of the error is FOREIGN if a folder of torch.save files may
     contain such files. Raises errors of opening and reading."""
     try:
-        with open(path, "rb", opener=regular) as file:
+        with classed_errors(path, "open"), open(path, "rb", opener=regular) as file:
             try:
-                return None if _has_pickle(entries_of(file)) else not_torch(path, file, None)
+                has_pickle = any(entry.filename.endswith("/data.pkl") for entry in entries_of(file))
+                return None if has_pickle else not_torch(path, file, None)
             except BAD_ZIP as error:
                 return not_torch(path, file, error)
-    except OverwireError:
-        raise
-    except FileNotFoundError as error:
+    except NotFoundError as error:
         raise NotFoundError(f"overwire: open {path}: it is missing or links to a missing file", source=path) from error
-    except OSError as error:
-        raise error_of_system(error, "open", path) from error
-
-
-def _has_pickle(entries: list[zipfile.ZipInfo]) -> bool:
-    return any(entry.filename.endswith("/data.pkl") for entry in entries)
 
 
 def not_torch(path: str, file: BinaryIO, error: Exception | None, span: Span | None = None) -> OverwireError:

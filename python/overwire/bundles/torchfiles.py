@@ -41,6 +41,7 @@ from ..files import regular, state_of_file
 from ..foreign.zips import BAD_ZIP, Span, entries_of
 from ..frameworks.spec import TensorSpec
 from ..frameworks.views import Bytes
+from ..paths import classed_errors
 from .allowlist import CALLS, AllowList
 from .budget import Budget
 from .machine import Machine
@@ -64,19 +65,9 @@ _STEP, _BLOCK = 64 << 20, 1 << 20
 _ENTRY, _BITS = 64, 1 << 10
 # The dtypes of typed storages, by the prefix of the storage class.
 _STORAGES = {
-    "Float": "F32",
-    "Double": "F64",
-    "Half": "F16",
-    "BFloat16": "BF16",
-    "Long": "I64",
-    "Int": "I32",
-    "Short": "I16",
-    "Char": "I8",
-    "Byte": "U8",
-    "Bool": "BOOL",
-    "ComplexFloat": "C64",
-    "Untyped": "U8",
-}
+    "Float": "F32", "Double": "F64", "Half": "F16", "BFloat16": "BF16", "Long": "I64", "Int": "I32", "Short": "I16",
+    "Char": "I8", "Byte": "U8", "Bool": "BOOL", "ComplexFloat": "C64", "Untyped": "U8",
+}  # fmt: skip
 # Maps functions that rebuild a tensor to the position of their first argument for lazy conjugation or negation.
 _LAZY_BITS = {"_rebuild_tensor": 4, "_rebuild_tensor_v2": 6, "_rebuild_tensor_v3": 7}
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -190,12 +181,8 @@ def opened(
     (sparse, quantised, complex128) or that are inside objects of other classes, UntrustedPickleError for a hostile
     pickle, and CorruptError for an archive that is truncated or damaged, or that changes before the context ends.
     """
-    try:
+    with classed_errors(path, "open"):
         file = open(path, "rb", opener=regular)  # noqa: SIM115
-    except OverwireError:
-        raise
-    except OSError as error:
-        raise error_of_system(error, "open", path) from error
     with contextlib.ExitStack() as stack:
         stack.callback(file.close)
         before = state_of_file(file.fileno())
@@ -239,9 +226,8 @@ class _Names(AllowList):
         defaultdict with a placeholder as its factory becomes a dict, so the factory is never called."""
         if isinstance(function, _Opaque):
             return function
-        if isinstance(function, type) and (
-            function not in CALLS or any(isinstance(arg, (_Named, _Opaque)) for arg in args)
-        ):
+        is_odd = any(isinstance(arg, (_Named, _Opaque)) for arg in args)
+        if isinstance(function, type) and (is_odd or function not in CALLS):
             kind = _Named(function.__module__, function.__qualname__)
             return {} if function is collections.defaultdict else _Opaque(kind)
         if not isinstance(function, _Named):
@@ -426,24 +412,19 @@ class _Reader:
         return contents
 
     def _find_storage(self, pid: Any) -> _Storage:
-        if (
-            type(pid) is tuple
-            and len(pid) == 5
-            and pid[0] == "storage"
-            and type(pid[1]) is _Named
-            and type(pid[2]) is str
-            and type(pid[4]) is int
-        ):
-            storage = _Storage(pid[2], self._dtype_of(pid[1].name.removesuffix("Storage"), _STORAGES), pid[4])
-            # torch uses the first storage for all references with its key. Other readers would return other tensors.
-            if self._storages.setdefault(storage.key, storage) != storage:
-                raise self._error_of(f"data/{storage.key:.200} is used with two dtypes or lengths")
-            start, end = self._span_of_entry(f"data/{storage.key}")
-            if (end - start) // (BITS[storage.dtype] // 8) != storage.numel:
-                why = f"data/{storage.key:.200} has {end - start} bytes: expected {storage.numel} of {storage.dtype}"
-                raise self._error_of(why)
-            return storage
-        raise self._error_of("a reference to a tensor is malformed")
+        if type(pid) is not tuple or len(pid) != 5 or pid[0] != "storage":
+            raise self._error_of("a reference to a tensor is malformed")
+        _, kind, key, _, numel = pid
+        if type(kind) is not _Named or type(key) is not str or type(numel) is not int:
+            raise self._error_of("a reference to a tensor is malformed")
+        storage = _Storage(key, self._dtype_of(kind.name.removesuffix("Storage"), _STORAGES), numel)
+        # torch uses the first storage for all references with its key. Other readers would return other tensors.
+        if self._storages.setdefault(key, storage) != storage:
+            raise self._error_of(f"data/{key:.200} is used with two dtypes or lengths")
+        start, end = self._span_of_entry(f"data/{key}")
+        if (end - start) // (BITS[storage.dtype] // 8) != numel:
+            raise self._error_of(f"data/{key:.200} has {end - start} bytes: expected {numel} of {storage.dtype}")
+        return storage
 
     def _dtype_of(self, name: str, table: dict[str, str]) -> str:
         if name not in table:
@@ -558,10 +539,8 @@ class _Reader:
         for dim in reversed(tensor.shape):
             strides.append(size)
             size *= dim
-        dense = all(
-            dim < 2 or own == want
-            for dim, own, want in zip(tensor.shape, tensor.strides, reversed(strides), strict=True)
-        )
+        rows = zip(tensor.shape, tensor.strides, reversed(strides), strict=True)
+        dense = all(dim < 2 or own == want for dim, own, want in rows)
         if dense or not size:
             self._named += size
             if self._named > _TIMES * (self._end - self._base) + _SPARE:

@@ -84,9 +84,9 @@ def convert(
     Returns a Report. Raises the errors of loading and saving.
     """
     options: dict[str, Any] = {
-        "compress": compress, "level": level, "metadata": metadata, "max_shard_size": max_shard_size
-    }
-    options |= {"sha256": sha256, "progress": progress, "storage_options": storage_options}
+        "compress": compress, "level": level, "metadata": metadata, "max_shard_size": max_shard_size, "sha256": sha256,
+        "progress": progress, "storage_options": storage_options,
+    }  # fmt: skip
     names = source if isinstance(source, (list, tuple)) else [source]
     paths = [without_scheme(os.fsdecode(name)) for name in names if isinstance(name, (str, os.PathLike))]
     if not any(map(is_torch_model, paths)):
@@ -292,12 +292,10 @@ def _refuse_twins(folder: str, sources: dict[str, str], names: list[str]) -> Non
 
 
 def _is_companion(root: str, path: str) -> bool:
-    return not os.path.basename(path).startswith(".") and may_follow(root, path) and not _is_large(path)
-
-
-def _is_large(path: str) -> bool:
-    """Returns whether a file has another weight format and is too large to copy."""
-    return os.path.splitext(path)[1].lower() in OTHER_WEIGHTS and os.path.getsize(path) > MOST_OTHER
+    if os.path.basename(path).startswith(".") or not may_follow(root, path):
+        return False
+    is_other = os.path.splitext(path)[1].lower() in OTHER_WEIGHTS
+    return not is_other or os.path.getsize(path) <= MOST_OTHER  # large weights in another format are not copied
 
 
 def _link_or_copy(path: str, target: str) -> None:

@@ -33,10 +33,8 @@ class Turn:
         state = os.fstat(number)
         self._file = None
         if any(turn._is_own(state.st_dev, state.st_ino) for turn in list(_taken)):
-            raise ArgumentError(
-                f"overwire: {path}: a signal handler or callback saves a bundle while it interrupts a save of this "
-                f"bundle"
-            )
+            text = "a signal handler or callback saves a bundle while it interrupts a save of this bundle"
+            raise ArgumentError(f"overwire: {path}: {text}")
         self._file = state.st_dev, state.st_ino
 
     def _is_own(self, device: int, inode: int) -> bool:

@@ -40,11 +40,8 @@ class _References:
     def get(self, pid: Any) -> Any:
         """Returns the object for a persistent id. Raises FormatError for a malformed id."""
         if type(pid) is int or type(pid) is str and pid.isdigit():
-            raise NotSupportedError(
-                f"overwire: unpickle {self._source}: nyacomp itself wrote this file: load it with nyacomp and compress "
-                f"it again with overwire",
-                source=self._source,
-            )
+            text = "nyacomp itself wrote this file: load it with nyacomp and compress it again with overwire"
+            raise NotSupportedError(f"overwire: unpickle {self._source}: {text}", source=self._source)
         if type(pid) is tuple and pid and type(pid[0]) is str:
             if pid[0] == "storage" and len(pid) == 4:
                 return self._load_storage(*pid[1:])
@@ -53,9 +50,8 @@ class _References:
         raise self._refuse_reference()
 
     def _refuse_reference(self) -> FormatError:
-        return FormatError(
-            f"overwire: unpickle {self._source}: a reference to a tensor is malformed", source=self._source
-        )
+        text = f"overwire: unpickle {self._source}: a reference to a tensor is malformed"
+        return FormatError(text, source=self._source)
 
     def _count_memory(self, blob: int, size: int) -> None:
         if self._budget is not None and blob not in self._known:
@@ -176,19 +172,16 @@ def load_plain(data: bytes, source: str) -> Any:
 def run_machine(machine: Machine, source: str) -> Any:
     try:
         return machine.run()
-    except OverwireError as error:
-        if type(error) is FormatError and error.source is None:
-            reason = str(error).removeprefix("overwire: unpickle: ")
-            raise FormatError(
-                f"overwire: unpickle {source}: {reason} (at byte {machine.at})", source=source, offset=machine.at
-            ) from error
-        raise
     except Exception as error:
-        # A hostile or broken pickle can raise any exception, but the caller gets a FormatError. The message shows only
-        # str arguments, because converting other objects of the pickle to text could run code.
-        reason = type(error).__name__ + "".join(f": {part[:200]}" for part in error.args[:1] if type(part) is str)
-        if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
-            raise OutOfMemoryError(f"overwire: unpickle {source}: {reason}", source=source) from error
-        raise FormatError(
-            f"overwire: unpickle {source}: {reason} (at byte {machine.at})", source=source, offset=machine.at
-        ) from error
+        if isinstance(error, OverwireError):
+            if type(error) is not FormatError or error.source is not None:
+                raise
+            reason = str(error).removeprefix("overwire: unpickle: ")
+        else:
+            # A hostile or broken pickle can raise any exception, but the caller gets a FormatError. The message shows
+            # only str arguments, because converting other objects of the pickle to text could run code.
+            reason = type(error).__name__ + "".join(f": {part[:200]}" for part in error.args[:1] if type(part) is str)
+            if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+                raise OutOfMemoryError(f"overwire: unpickle {source}: {reason}", source=source) from error
+        text = f"overwire: unpickle {source}: {reason} (at byte {machine.at})"
+        raise FormatError(text, source=source, offset=machine.at) from error
