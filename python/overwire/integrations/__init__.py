@@ -169,7 +169,5 @@ def refuse_missing(index: str | None, missing: Iterable[tuple[str, str]], wanted
     """Raises ValueError if one of the `missing_names` is wanted, because its parameter would keep its initial value."""
     lacking = sorted(f"{name} (of {file})" for name, file in missing if wanted is None or wanted(name))
     if lacking:
-        raise ValueError(
-            f"Following weights were not initialized from checkpoint: {lacking}: {index} lists them, but the files "
-            f"do not contain them"
-        )
+        why = f"{index} lists them, but the files do not contain them"
+        raise ValueError(f"Following weights were not initialized from checkpoint: {lacking}: {why}")

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections import Counter
+from collections import Counter, UserDict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -68,29 +68,14 @@ def _wrap_dispatch(original: Any, lazy: Lazy) -> Any:
     return dispatch_and_stream
 
 
-class _Weights(Mapping[str, Any]):
+class _Weights(UserDict[str, Any]):
     # Replaces accelerate's map of weights on the host. Some of the weights are compressed.
-
-    def __init__(self, weights: Mapping[str, Any]) -> None:
-        self._weights: dict[str, Any] = dict(weights)
-
-    def store(self, name: str, hosted: Any) -> None:
-        self._weights[name] = hosted
 
     def __getitem__(self, name: str) -> Any:
         from overwire._compat_api import Hosted
 
-        value = self._weights[name]
+        value = self.data[name]
         return value.read(name) if isinstance(value, Hosted) else value
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._weights
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._weights)
-
-    def __len__(self) -> int:
-        return len(self._weights)
 
 
 def _stream_modules(model: Any) -> None:
@@ -117,7 +102,7 @@ def _stream_modules(model: Any) -> None:
                 maps_of_owner = weights.pop(owner)
                 _take_hook(owner, maps_of_owner[0].owner, host)
                 for weight in maps_of_owner:
-                    _map_of(hooks_of_modules[owner], maps).store(weight.name, host)
+                    _map_of(hooks_of_modules[owner], maps)[weight.name] = host
     for device, host in hosted_of.items():
         host.run()
         log.info("patch_safetensors: accelerate: %r for %s, ring of %d bytes", host, device, host.ring)
@@ -185,9 +170,9 @@ def _device_of(hook: Any) -> Any:
     import torch
 
     device = hook.execution_device
-    return (
-        torch.device("cuda", device) if isinstance(device, int) else torch.device("meta" if device is None else device)
-    )
+    if isinstance(device, int):
+        return torch.device("cuda", device)
+    return torch.device("meta" if device is None else device)
 
 
 def _take_hook(taken: Any, owner: Any, hosted: Any) -> None:

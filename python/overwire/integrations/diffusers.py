@@ -47,10 +47,9 @@ _thread = threading.local()
 
 def pair_replacements(found: Callable[[str, str], Any], lazy: Lazy) -> list[tuple[Any, Any]]:
     """Returns the objects to replace, each with its replacement."""
-    names = (
-        "ModelMixin", "load_state_dict", "_load_shard_file", "_get_checkpoint_shard_files", "_caching_allocator_warmup"
-    )
-    model, read, shard, shards, warm = (found(_MODEL, name) for name in names)
+    model, read = found(_MODEL, "ModelMixin"), found(_MODEL, "load_state_dict")
+    names = ("_load_shard_file", "_get_checkpoint_shard_files", "_caching_allocator_warmup")
+    shard, shards, warm = (found(_MODEL, name) for name in names)
     if model is None or read is None or shard is None:
         return []
     pairs: list[tuple[Any, Any]] = [
@@ -134,8 +133,7 @@ class _Model:
 
     def pass_loads(self) -> contextlib.AbstractContextManager[None]:
         """Returns a context in which the loader of another library uses these loads, on this thread."""
-        passed: contextlib.AbstractContextManager[None] = self._ahead.pass_on()
-        return passed
+        return self._ahead.pass_on()  # type: ignore[no-any-return]
 
     def close(self) -> None:
         """Ends the loads, and frees tensors that were not taken."""
@@ -148,8 +146,10 @@ def _itemsize_of(dtype: str) -> int:
     # dtype: a name as in files or as in torch.
     import torch
 
-    torch_dtype = getattr(torch, dtype, None) or _dtype_of_torch(dtype)
-    return torch_dtype.itemsize if isinstance(torch_dtype, torch.dtype) else 1
+    from .._compat_api import torch_dtype
+
+    kind = getattr(torch, dtype, None) or torch_dtype(dtype)
+    return kind.itemsize if isinstance(kind, torch.dtype) else 1
 
 
 def _reserve_memory(sizes: Mapping[str, int]) -> None:
@@ -279,8 +279,11 @@ def _wrap_state_reading(original: Any) -> Any:
         if scope is None or special or not isinstance(checkpoint_file, (str, os.PathLike)):
             return original(checkpoint_file, *args, **kwargs)
         path = os.path.abspath(checkpoint_file)
-        if not path.endswith(".safetensors") or not os.path.isfile(path) or _is_pointer(path):
+        if not path.endswith(".safetensors") or not os.path.isfile(path):
             return original(checkpoint_file, *args, **kwargs)
+        with open(path, "rb") as file:
+            if file.read(7) == b"version":  # a git-lfs pointer: git-lfs is not installed, and diffusers reports this
+                return original(checkpoint_file, *args, **kwargs)
         model = scope.take_model([path])
         tensors = model.slices_of(path)
         kinds = {name: tensor.get_dtype() for name, tensor in tensors.items()}
@@ -294,13 +297,6 @@ def _wrap_state_reading(original: Any) -> Any:
         }
 
     return load_state_dict
-
-
-def _is_pointer(path: str) -> bool:
-    # Returns whether a file is a git-lfs pointer, which git checks out instead of the file if git-lfs is not installed.
-    # diffusers reports this error.
-    with open(path, "rb") as file:
-        return file.read(7) == b"version"
 
 
 class _Where(NamedTuple):
@@ -384,6 +380,8 @@ def _note_targets(given: Mapping[str, Any], held: Mapping[str, Any]) -> dict[str
 
 def _fill_state(held: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:
     # Returns the state dict. Tensors that the model lacks stay unread.
+    from .._compat_api import torch_dtype
+
     whole: dict[str, Any] = {}  # plain files that safetensors has mapped
     tensors: dict[str, Any] = {}
     for name, where in held.items():
@@ -391,7 +389,7 @@ def _fill_state(held: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, A
             tensors[name] = where
         elif name not in keys:
             slice_ = where.model.slices_of(where.path)[where.name]
-            tensors[name] = _unread_maker()(slice_.get_shape(), _dtype_of_torch(slice_.get_dtype()), where)
+            tensors[name] = _unread_maker()(slice_.get_shape(), torch_dtype(slice_.get_dtype()), where)
         elif keys[name] is not None:
             tensors[name] = where.model.give_tensor(keys[name])
         else:
@@ -399,12 +397,6 @@ def _fill_state(held: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, A
                 whole[where.path] = where.read(where.path)
             tensors[name] = whole[where.path][where.name]
     return tensors
-
-
-def _dtype_of_torch(dtype: str) -> Any:
-    from .._compat_api import torch_dtype
-
-    return torch_dtype(dtype)
 
 
 def _device_of(device_map: Any, name: str) -> Any:
@@ -467,10 +459,9 @@ def _look_ahead(scope: _Scope, given: Mapping[str, Any], lazy: Lazy) -> None:
     """Starts to load a component of a pipeline if it is a model, and also the next model after it."""
     assert scope.given is not None
     device = "cpu" if given.get("device_map") is None else given["device_map"]
-    unsure = any(
-        scope.given.get(name) for name in ("quantization_config", "disable_mmap", "dduf_file", "use_flashpack")
-    )
-    if unsure or scope.given.get("use_safetensors") is False or not _is_device(device):
+    if any(scope.given.get(name) for name in ("quantization_config", "disable_mmap", "dduf_file", "use_flashpack")):
+        return
+    if scope.given.get("use_safetensors") is False or not _is_device(device):
         return
     names = list(scope.parts or ())
     for name in names[names.index(given["name"]) :] if given["name"] in names else ():
@@ -539,10 +530,8 @@ def _weights_files(folder: str, variant: str | None, library: str) -> list[str]:
     """Returns the paths of the weight files that a model's library would read, or [] if there are none."""
     stem = _WEIGHTS[library]
     for kind in ([f".{variant}"] if variant else []) + [""]:
-        index = (
-            f"{stem}.safetensors{kind}.index.json" if library == "diffusers" else f"{stem}.safetensors.index{kind}.json"
-        )
-        index = os.path.join(folder, index)
+        index = f"{kind}.index.json" if library == "diffusers" else f".index{kind}.json"
+        index = os.path.join(folder, f"{stem}.safetensors{index}")
         if os.path.isfile(index):
             weight_map = _read_json(index).get("weight_map")
             files = sorted(set(map(str, weight_map.values()))) if isinstance(weight_map, dict) else []

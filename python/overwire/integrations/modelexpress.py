@@ -116,8 +116,7 @@ def _loader_of(ctx: Any) -> Any:
 
 
 def _is_compressed(model: Any) -> bool:
-    files = glob.glob(os.path.join(glob.escape(str(model)), "*.safetensors"))
-    return any(is_compressed(file) for file in files)
+    return any(map(is_compressed, glob.glob(os.path.join(glob.escape(str(model)), "*.safetensors"))))
 
 
 if __name__ == "__main__":

@@ -103,17 +103,12 @@ class Publisher:
         file = f"{self._where.rstrip('/')}/weights-{self.number % 2}.safetensors"
         reach: Any = self._reach
         if whole or last is None or _table_of(last) != _table_of(tensors):
-            kind, last = "whole", None
-            size = overwire.save_file(
-                tensors, file, {"format": "pt"}, compress=self._compress, storage_options=reach
-            ).bytes_out
+            kind, last, how = "whole", None, {"compress": self._compress, "storage_options": reach}
+            size = overwire.save_file(tensors, file, {"format": "pt"}, **how).bytes_out
         else:
             kind, size = "delta", overwire.save_delta(tensors, last, file, storage_options=reach).stored
-        yield Push(
-            {"kind": kind, "number": self.number, "size": size, "path": None if self._group else file},
-            file,
-            self._group,
-        )
+        facts = {"kind": kind, "number": self.number, "size": size, "path": None if self._group else file}
+        yield Push(facts, file, self._group)
         if self._deltas:
             self._last = _copy_tensors(tensors, last)
 

@@ -24,15 +24,8 @@ _LEAVES = (torch.nn.Module, torch.Tensor, ModuleType, BuiltinFunctionType)
 _GROUPS = (tuple, list, set, frozenset)
 
 # Types that wrap functions.
-_WRAPPERS = (
-    staticmethod,
-    classmethod,
-    property,
-    MethodType,
-    functools.partial,
-    functools.partialmethod,
-    functools.cached_property,
-)
+_BUILTIN_WRAPPERS = (staticmethod, classmethod, property, MethodType)
+_WRAPPERS = (*_BUILTIN_WRAPPERS, functools.partial, functools.partialmethod, functools.cached_property)
 
 # Packages from which engines import functions. The files may be in any folder, and their sizes and times are noted.
 _BUILT_ON = frozenset("einops filelock huggingface_hub numpy regex requests safetensors tqdm transformers".split())
@@ -118,11 +111,8 @@ class _CodeWalk:
             if not isinstance(value, FunctionType | functools.partial | MethodType):
                 continue
             self.facts.append(name)
-            if (
-                not isinstance(value, FunctionType)
-                or value.__closure__
-                or not self._note_imported(value, value.__code__.co_filename)
-            ):
+            file = value.__code__.co_filename if isinstance(value, FunctionType) and not value.__closure__ else None
+            if file is None or not self._note_imported(value, file):
                 self.look_at_value(value)
 
     def _note_imported(self, value: Any, file: str) -> bool:

@@ -107,9 +107,7 @@ class Describer:
         """Returns the description of one value."""
         if type(value) in _EXACT or isinstance(value, _PLAIN):
             return repr(value)
-        if isinstance(value, enum.Enum):
-            return str(value)
-        if isinstance(value, _NAMED):
+        if isinstance(value, (enum.Enum, *_NAMED)):
             return str(value)
         if isinstance(value, torch.device):
             return value.type
@@ -135,9 +133,9 @@ class Describer:
             return f"module {self._paths[id(value)]}"
         if isinstance(value, _MANY):
             parts = [self.text_of(part) for part in value]
-            return (
-                f"{type(value).__name__}({', '.join(sorted(parts) if isinstance(value, set | frozenset) else parts)})"
-            )
+            if isinstance(value, set | frozenset):
+                parts.sort()
+            return f"{type(value).__name__}({', '.join(parts)})"
         if isinstance(value, Mapping):
             return "{" + ", ".join(f"{self.text_of(key)}: {self.text_of(part)}" for key, part in value.items()) + "}"
         if isinstance(value, type):
@@ -157,9 +155,8 @@ class Describer:
             return kind
         attributes = dict(getattr(value, "__dict__", None) or {})
         if isinstance(value, torch.nn.Module):
-            attributes = {name: part for name, part in attributes.items() if name not in _APART} | {
-                **value._parameters, **value._buffers
-            }
+            attributes = {name: part for name, part in attributes.items() if name not in _APART}
+            attributes |= {**value._parameters, **value._buffers}
         for slot in getattr(type(value), "__slots__", ()):
             if isinstance(slot, str) and hasattr(value, slot):
                 attributes[slot] = getattr(value, slot)

@@ -173,12 +173,9 @@ def _load_indirectly(copies: list[Copy], most: int) -> None:
     others: list[tuple[Copy, tuple[int, int]]] = []
     for copy in copies:
         shape = copy.of.shape
-        block = _loadable_block(copy)
-        target = (
-            None
-            if block is None
-            else view_in_shape(copy.target, [*(high - low for low, high in block), *shape[len(block) :]])
-        )
+        block, target = _loadable_block(copy), None
+        if block is not None:
+            target = view_in_shape(copy.target, [*(high - low for low, high in block), *shape[len(block) :]])
         if target is not None:
             into.setdefault(id(copy.of.file), (copy.of.file, []))[1].append((copy.of.name, block, target))
         else:

@@ -45,9 +45,7 @@ class Opening:
         self._found: tuple[Any, str | None] | None = None
         self._sheet: Sheet | None = None
         self._absent: list[tuple[str, str]] = []
-        self._thread: threading.Thread | None = threading.Thread(
-            target=self._run_opening, name="overwire opening", daemon=True
-        )
+        self._thread = threading.Thread(target=self._run_opening, name="overwire opening", daemon=True)
         start_thread(self._thread.start)
 
     def _run_opening(self) -> None:
@@ -69,7 +67,7 @@ class Opening:
     def take(self, where: Any, index: str | None, device: str) -> tuple[Sheet, list[tuple[str, str]]] | None:
         """Returns the open file and its `missing_names`. The file then belongs to the caller. Returns None if another
         source was opened, or if the file was already taken."""
-        self._wait_for_thread()
+        self._thread.join()
         sheet, self._sheet = self._sheet, None
         if sheet is None:
             return None
@@ -80,12 +78,7 @@ class Opening:
 
     def close(self) -> None:
         """Closes a file that was not taken."""
-        self._wait_for_thread()
+        self._thread.join()
         sheet, self._sheet = self._sheet, None
         if sheet is not None:
             sheet.file.close()
-
-    def _wait_for_thread(self) -> None:
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            thread.join()

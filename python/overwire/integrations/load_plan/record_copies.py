@@ -255,11 +255,8 @@ class Recorder:
     def _follow_operation(self, func: Any, args: Any, kwargs: Any) -> None:
         # Checks an operation on real tensors that is not a view.
         one = args[0] if args and not kwargs and isinstance(args[0], torch.Tensor) else None
-        if (
-            one is not None
-            and func in _ZEROES
-            and (len(args) == 1 or (len(args) == 2 and type(args[1]) in (int, float) and args[1] == 0))
-        ):
+        is_zero = len(args) == 1 or (len(args) == 2 and type(args[1]) in (int, float) and args[1] == 0)
+        if one is not None and func in _ZEROES and is_zero:
             if one.numel() and (self.began or one.untyped_storage().data_ptr() in self._reads):
                 self._note_impure(str(func))
             elif one.numel():  # before the load, vLLM zeroes the padding of a vocabulary
@@ -441,9 +438,8 @@ class Opened:
         """The tensors that the loader gets."""
         if self._tensors is None:
             rows = self.sheet.rows
-            self._tensors = [
-                Stored(self.file, at, *rows[at]) for at in (range(len(rows)) if self.at is None else self.at)
-            ]
+            positions = range(len(rows)) if self.at is None else self.at
+            self._tensors = [Stored(self.file, at, *rows[at]) for at in positions]
         return self._tensors
 
 
@@ -472,16 +468,8 @@ def open_source(
         sheet, missing = there
         files.enter_context(sheet.file)
     else:
-        file = files.enter_context(
-            overwire.safe_open(
-                where,
-                framework="pt",
-                device=device,
-                storage_options=chosen.get("storage_options"),
-                host=chosen.get("host"),
-            )
-        )
-        sheet = Sheet(file)
+        options: Any = {key: chosen.get(key) for key in ("storage_options", "host")}
+        sheet = Sheet(files.enter_context(overwire.safe_open(where, framework="pt", device=device, **options)))
         missing = missing_names(index, where, {row[0] for row in sheet.rows})
     refuse_missing(index, missing, wanted)
     on = torch.device(device)
@@ -492,10 +480,9 @@ def open_source(
     if wanted is not None or unused is not None:
         every = [at for at, row in enumerate(sheet.rows) if wanted is None or wanted(row[0])]
         source.at = every if unused is None else [at for at in every if not unused(sheet.rows[at][0])] or every
-    positions = None if source.at is None else set(source.at)
-    source.small = sheet.file.get_tensors(
-        [sheet.rows[at][0] for at in sheet.small_positions() if positions is None or at in positions]
-    )
+    small = sheet.small_positions()
+    positions = set(small if source.at is None else source.at)
+    source.small = sheet.file.get_tensors([sheet.rows[at][0] for at in small if at in positions])
     return source
 
 

@@ -182,11 +182,8 @@ def land_together(together: Any, meanwhile: Callable[[], None], log: Any) -> boo
     if reason:
         log.info("overwire: each rank reads by itself: %s", reason)
         return False
-    log.info(
-        "overwire: the ranks share the reading: %d bytes read here, %d copied from others",
-        together.read,
-        together.copied,
-    )
+    text = "overwire: the ranks share the reading: %d bytes read here, %d copied from others"
+    log.info(text, together.read, together.copied)
     return True
 
 
@@ -210,15 +207,11 @@ def load_by_slices(load: Callable[[SliceLoad], None], most: int, log: Any) -> bo
         copies.load_copies(attempt.read_together(noted, most), most)
         now = time.perf_counter()
         size = sum(copy.target.numel() * copy.target.element_size() for copy in every)
-        log.info(
+        text = (
             "overwire: loaded %d slices, %.2f GB, in %.2f s while the model's loader ran and %.2f s after it; "
-            "%d slices were loaded while it ran",
-            len(every),
-            size / 1e9,
-            first - began,
-            now - first,
-            len(early.copies),
+            "%d slices were loaded while it ran"
         )
+        log.info(text, len(every), size / 1e9, first - began, now - first, len(early.copies))
 
     def begin_reading(noted: list[Copy]) -> list[Copy]:
         copies = attempt.postpone_shared(noted)

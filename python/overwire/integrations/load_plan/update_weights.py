@@ -160,9 +160,8 @@ class Places:
             else:
                 into[copy.of.name] = whole
         if both := slices.keys() & into.keys():
-            raise ValueError(
-                f"overwire: cannot apply the delta: {min(both)} is both whole and divided: push all weights"
-            )
+            text = f"overwire: cannot apply the delta: {min(both)} is both whole and divided: push all weights"
+            raise ValueError(text)
         return _Ready(delta, into, again, slices)
 
     def _change_tensors(self, members: Any, ready: _Ready) -> None:
@@ -201,14 +200,12 @@ class Places:
             whole = tensors[name] = torch.empty(slices[0].of.shape, dtype=target.dtype, device=target.device)
             for rank, views in enumerate(everyone):
                 for at, view in enumerate(views[name]):
-                    own = rank == members.rank
-                    own_slice = (
-                        slices[at].target.contiguous()
-                        if own
-                        else torch.empty(view.shape, dtype=target.dtype, device=target.device)
-                    )
-                    members.broadcast(own_slice, rank)
-                    whole.as_strided(view.shape, view.stride, view.offset).copy_(own_slice)
+                    if rank == members.rank:
+                        part = slices[at].target.contiguous()
+                    else:
+                        part = torch.empty(view.shape, dtype=target.dtype, device=target.device)
+                    members.broadcast(part, rank)
+                    whole.as_strided(view.shape, view.stride, view.offset).copy_(part)
         return tensors
 
     def _ranks_of_group(self) -> Any:

@@ -19,19 +19,10 @@ __all__ = ["FORMAT", "register"]
 #: The name of the load format, the weight transfer and the sleep back end.
 FORMAT = "overwire"
 
-_LOADERS = "vllm.model_executor.model_loader"
-_TRANSFERS = "vllm.distributed.weight_transfer.factory"
-_SLEEPS = "vllm.device_allocator.sleep_mode_backend"
-_WORKERS = "vllm.v1.worker.gpu_worker"
-_RUNNERS = ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner")
-_CPU_WORKERS = "vllm.v1.worker.cpu_worker"
-_STRATEGIES = "modelexpress.load_strategy"
-
 # Worker methods that change weights or their memory.
 _CHANGES = (
     "sleep", "discard", "checkpoint_prepare", "reset_weights", "reload_weights", "start_weight_update",
-    "start_draft_weight_update",
-    "update_weights", "elastic_ep_execute", "shutdown",
+    "start_draft_weight_update", "update_weights", "elastic_ep_execute", "shutdown",
 )  # fmt: skip
 
 
@@ -170,13 +161,14 @@ def _add_strategy(strategies: Any) -> None:
 
 # Modules of vLLM and ModelExpress, each with the function that extends it after its import.
 _ADDS: dict[str, Callable[[Any], None]] = {
-    _LOADERS: _add_format,
-    _TRANSFERS: _add_transfer,
-    _SLEEPS: _add_sleep,
-    _WORKERS: _wrap_gpu_worker,
-    _CPU_WORKERS: _wrap_cpu_worker,
-    **dict.fromkeys(_RUNNERS, _skip_needless_reloads),
-    _STRATEGIES: _add_strategy,
+    "vllm.model_executor.model_loader": _add_format,
+    "vllm.distributed.weight_transfer.factory": _add_transfer,
+    "vllm.device_allocator.sleep_mode_backend": _add_sleep,
+    "vllm.v1.worker.gpu_worker": _wrap_gpu_worker,
+    "vllm.v1.worker.cpu_worker": _wrap_cpu_worker,
+    "vllm.v1.worker.gpu_model_runner": _skip_needless_reloads,
+    "vllm.v1.worker.gpu.model_runner": _skip_needless_reloads,
+    "modelexpress.load_strategy": _add_strategy,
 }
 
 _imports = AfterImport(_ADDS, lambda module: _ADDS[module.__name__](module))

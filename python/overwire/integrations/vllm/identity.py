@@ -50,21 +50,15 @@ _KERNELS = (
 
 _PARALLEL = (
     "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "data_parallel_rank",
-    "prefill_context_parallel_size",
-    "decode_context_parallel_size", "enable_expert_parallel", "expert_placement_strategy", "enable_ep_weight_filter",
-    "all2all_backend",
+    "prefill_context_parallel_size", "decode_context_parallel_size", "enable_expert_parallel",
+    "expert_placement_strategy", "enable_ep_weight_filter", "all2all_backend",
 )  # fmt: skip
 
 _MODEL = (
-    "dtype",
-    "quantization",
-    "quantization_config",
-    "is_moe",
-    "multimodal_config",
-    "architectures",
-    "runner_type",
+    "dtype", "quantization", "quantization_config", "is_moe", "multimodal_config", "architectures", "runner_type",
     "convert_type",
-)
+)  # fmt: skip
+_CACHE = ("cache_dtype", "kv_cache_dtype_skip_layers", "calculate_kv_scales")
 
 # The number of characters at the start of a fingerprint that identify the model's path, device type and rank.
 _PLACE = 8
@@ -111,17 +105,10 @@ def fingerprint_of_load(config: Any, model_config: Any, prefix: str, loader: Any
         [str(getattr(model_config, name, None)) for name in _MODEL],
         _facts_of_place(config, model_config, prefix),
         [str(getattr(parallel, name, None)) for name in _PARALLEL],
-        [
-            str(getattr(config.cache_config, name, None))
-            for name in ("cache_dtype", "kv_cache_dtype_skip_layers", "calculate_kv_scales")
-        ],
+        [str(getattr(config.cache_config, name, None)) for name in _CACHE],
         str(getattr(config, "kernel_config", None)),
         str(getattr(config, "lora_config", None)),
-        {
-            name: value
-            for name, value in os.environ.items()
-            if name.startswith("VLLM_") and not name.startswith(_PASSING)
-        },
+        {name: one for name, one in os.environ.items() if name.startswith("VLLM_") and not name.startswith(_PASSING)},
         weights,
     )
     return fingerprint_prefix(config, model_config, prefix, device) + whole[_PLACE:]
@@ -167,19 +154,12 @@ def facts_of_files(model_config: Any, loader: Any) -> Iterator[Any]:
     else:
         where, _ = loader.files_of(DefaultModelLoader.Source(model_config.model, model_config.revision))
     yield from identify_files(where, loader.storage_options)
-    folder = (
-        model_config.model
-        if os.path.isdir(model_config.model)
-        else os.path.dirname(where[0])
-        if isinstance(where, list)
-        else ""
-    )
+    folder = model_config.model
+    if not os.path.isdir(folder):
+        folder = os.path.dirname(where[0]) if isinstance(where, list) else ""
     for name in sorted(os.listdir(folder)) if folder else ():
         path = os.path.join(folder, name)
-        if (
-            name.endswith(".json")
-            and not name.startswith(("tokenizer", "vocab"))
-            and os.path.getsize(path) <= _SETTINGS
-        ):
+        is_about_text = name.startswith(("tokenizer", "vocab"))
+        if name.endswith(".json") and not is_about_text and os.path.getsize(path) <= _SETTINGS:
             with open(path, "rb") as content:
                 yield name, hashlib.sha256(content.read()).hexdigest()

@@ -162,10 +162,9 @@ class OverwireModelLoader(BaseModelLoader):  # type: ignore[misc, unused-ignore]
             self._reader.load_weights(model, model_config)
         missing = coverage.missing_weights(self._reader.loaded)
         if missing:
-            raise ValueError(
-                f"Following weights were not initialized from checkpoint: {missing} (found by overwire; "
-                "--model-loader-extra-config '{\"strict\": false}' leaves this check to vLLM)"
-            )
+            text = f"Following weights were not initialized from checkpoint: {missing} (found by overwire; "
+            text += "--model-loader-extra-config '{\"strict\": false}' leaves this check to vLLM)"
+            raise ValueError(text)
 
 
 # Python 3.12 itself freezes a few hundred objects. If the count is larger, the program has frozen objects.

@@ -45,10 +45,7 @@ def obstacle_of(model: torch.nn.Module, model_config: Any) -> str | None:
             return f"{path}: vLLM has not recorded the original parameters"
         for name, member in info.restore_metadata[0].items():
             param = getattr(module, name, None)
-            if param is None or (param.dtype, param.shape, param.stride()) != (
-                member.dtype,
-                member.shape,
-                member.stride(),
-            ):
+            was = member.dtype, member.shape, member.stride()
+            if param is None or (param.dtype, param.shape, param.stride()) != was:
                 return f"{path}.{name}: its dtype, shape or strides have changed"
     return None

@@ -92,22 +92,21 @@ def prepare_config(config: Any, model_config: Any) -> bool:
     from vllm.config import CompilationMode
 
     compilation, parallel = config.compilation_config, config.parallel_config
-    is_compiled = bool(compilation.mode)
+    is_compiled, has_graphs = bool(compilation.mode), "FULL" in getattr(compilation.cudagraph_mode, "name", "")
+    is_whole = compilation.mode != CompilationMode.VLLM_COMPILE or compilation.use_inductor_graph_partition
+    is_other = bool(torch.version.hip) or config.device_config.device_type not in ("cpu", "cuda")
+    is_offloaded = is_offloading(config) or not isinstance(get_offloader(), NoopOffloader)
+    eager = """'{"cudagraph_mode": "PIECEWISE"}' or --enforce-eager"""
+    mode = "compilation mode 3, without use_inductor_graph_partition"
     reasons = {
-        "a CUDA graph of a whole model cannot capture streamed layers: add --compilation-config "
-        """'{"cudagraph_mode": "PIECEWISE"}' or --enforce-eager""": "FULL"
-        in getattr(compilation.cudagraph_mode, "name", ""),
-        "vLLM divides models at layers only in compilation mode 3, without use_inductor_graph_partition: "
-        "add --enforce-eager": is_compiled
-        and (compilation.mode != CompilationMode.VLLM_COMPILE or compilation.use_inductor_graph_partition),
-        "only NVIDIA GPUs and the CPU are supported": bool(torch.version.hip)
-        or config.device_config.device_type not in ("cpu", "cuda"),
+        f"a CUDA graph of a whole model cannot capture streamed layers: add --compilation-config {eager}": has_graphs,
+        f"vLLM divides models at layers only in {mode}: add --enforce-eager": is_compiled and is_whole,
+        "only NVIDIA GPUs and the CPU are supported": is_other,
         "sleep frees memory that the ring writes to: remove --enable-sleep-mode": model_config.enable_sleep_mode,
         "experts are moved while the engine runs: remove --enable-eplb": parallel.enable_eplb,
         "two concurrent batches would wait for each other's layers: remove --enable-dbo": parallel.use_ubatching,
         "LoRA replaces the model's layers: remove --enable-lora": config.lora_config is not None,
-        "vLLM's own offloader is enabled: remove --cpu-offload-gb and --offload-group-size": is_offloading(config)
-        or not isinstance(get_offloader(), NoopOffloader),
+        "vLLM's own offloader is enabled: remove --cpu-offload-gb and --offload-group-size": is_offloaded,
     }
     for reason, applies in reasons.items():
         if applies:

@@ -112,10 +112,8 @@ class TransferEngine(WeightTransferEngine):  # type: ignore[misc, unused-ignore]
 
     def _require_delta_support(self) -> None:
         if (reason := obstacle_of(self.model, self.model_config)) is not None:
-            raise ValueError(
-                f"overwire: this model does not support deltas, because vLLM changes its weights: {reason}: push all "
-                "weights"
-            )
+            text = f"this model does not support deltas, because vLLM changes its weights: {reason}"
+            raise ValueError(f"overwire: {text}: push all weights")
 
     def start_weight_update(self) -> None:
         """Does nothing, because each push is a complete update."""
@@ -154,10 +152,8 @@ class TransferEngine(WeightTransferEngine):  # type: ignore[misc, unused-ignore]
         if info.path is not None:
             yield info.path
         elif self._group is None:
-            raise ValueError(
-                "overwire: update_info: expected a path, because no group was joined: "
-                "call init_weight_transfer_engine first, or push to a folder or store"
-            )
+            text = "overwire: update_info: expected a path, because no group was joined:"
+            raise ValueError(f"{text} call init_weight_transfer_engine first, or push to a folder or store")
         else:
             with self._group.received(info.size, info.number) as where:
                 yield where
@@ -272,13 +268,8 @@ class TrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc, unused-i
     def _meet_engines(self) -> None:
         info = self._info
         reach = info.storage_options if info.worker_options is None else info.worker_options
-        facts: dict[str, Any] = {
-            "storage_options": reach,
-            "strict": info.strict,
-            "max_memory": info.max_memory,
-            "timeout": info.timeout,
-        }
-        facts["deltas"] = info.deltas
+        facts: dict[str, Any] = {name: getattr(info, name) for name in ("strict", "max_memory", "timeout", "deltas")}
+        facts["storage_options"] = reach
         group = None
         if info.master_address is not None and info.master_port is not None and info.world_size is not None:
             facts.update(master_address=info.master_address, master_port=info.master_port, world_size=info.world_size)
