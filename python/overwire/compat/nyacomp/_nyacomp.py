@@ -109,9 +109,8 @@ def batch_decompress(files: Sequence[CompressedFile], assignments: Sequence[Sequ
     NotFoundError, CorruptError, and NotSupportedError for nvCOMP formats that only nvCOMP can read.
     """
     if not manifests.bins_fit(assignments, len(files)):
-        raise overwire.ArgumentError(
-            f"overwire: assignments: expected different positions of {len(files)} files, got {assignments!r:.100}"
-        )
+        text = f"overwire: assignments: expected different positions of {len(files)} files, got {assignments!r:.100}"
+        raise overwire.ArgumentError(text)
     return _read_entries([_Entry(file, _place(file.filename)) for file in files], None)
 
 
@@ -319,11 +318,9 @@ def _check(entry: _Entry) -> list[str] | Callable[[_Entry], Any]:
         return _foreign  # an invalid file is detected after its download
     rows = source["tensors"]
     if file.digest is not None and (source.get("metadata") or {}).get(_DIGEST) != file.digest:
-        raise overwire.CorruptError(
-            f"overwire: open {place}: the file has a different tensor than the checkpoint: another checkpoint with "
-            "equal keys was compressed in this folder later; compress each checkpoint in its own folder",
-            source=place,
-        )
+        why = f"overwire: open {place}: the file has a different tensor than the checkpoint: another checkpoint with "
+        why += "equal keys was compressed in this folder later; compress each checkpoint in its own folder"
+        raise overwire.CorruptError(why, source=place)
     if len(rows) != 1 or rows[0]["bytes"] != size:
         contents = f"{len(rows)} tensors with {sum(row['bytes'] for row in rows)} bytes"
         raise _misfit(place, f"expected one tensor with {size} bytes, got {contents}")

@@ -111,14 +111,9 @@ def compress_parameter(param: Any, path: PathLike, algo: int = 0) -> tuple[dict[
         stored_size = size
         manifests.write_file(raw, tensor_bytes(tensor))
     (raw if is_smaller else target).unlink(missing_ok=True)
-    meta = {
-        "filename": manifests.host_name(target if is_smaller else raw),
-        "shape": list(tensor.shape),
-        "dtype": str(tensor.dtype).removeprefix("torch."),
-        "decompressed_size": size,
-        "compressed_size": stored_size,
-    }
-    return meta, size, stored_size
+    filename, dtype = manifests.host_name(target if is_smaller else raw), str(tensor.dtype).removeprefix("torch.")
+    meta = {"filename": filename, "shape": list(tensor.shape), "dtype": dtype}
+    return {**meta, "decompressed_size": size, "compressed_size": stored_size}, size, stored_size
 
 
 #: The load that the import of this package has started, or None.
@@ -145,15 +140,11 @@ def start_preload() -> None:
 
 def load_compressed(path: PathLike = DEFAULT) -> Any:
     """Loads a file that `compress` or nyacomp itself saved, and trusts it. Uses the preload of its bundle."""
-    return _load_pickle(path)
+    return load_compressed_pickle(path)
 
 
 def load_compressed_pickle(path: PathLike = DEFAULT) -> Any:
     """Loads a file that `compress_pickle` or nyacomp itself saved, and trusts it."""
-    return _load_pickle(path)
-
-
-def _load_pickle(path: PathLike) -> Any:
     try:
         return load_object(path, trust=True, tensors=_remote(path))
     except (overwire.NotFoundError, overwire.FormatError):  # FormatError means that torch.save wrote the pickle
@@ -208,10 +199,8 @@ def _filled(path: PathLike, tensors: list[Any]) -> Any:
     model = torch.load(path, map_location="cpu", weights_only=False)
     empty = [param for param in _parameters(model) if param.shape == (0,)]
     if len(empty) != len(tensors):
-        raise overwire.FormatError(
-            f"overwire: load {os.fspath(path)}: it has {len(empty)} empty parameters for {len(tensors)} tensors",
-            source=os.fspath(path),
-        )
+        text = f"overwire: load {os.fspath(path)}: it has {len(empty)} empty parameters for {len(tensors)} tensors"
+        raise overwire.FormatError(text, source=os.fspath(path))
     for param, tensor in zip(empty, tensors, strict=True):
         param.data = tensor
     return model

@@ -33,8 +33,7 @@ _PathLike = Union[str, "os.PathLike[str]"]
 
 def compress_model(model: str | None = None) -> float:
     """Runs `compress_components` on all "*.bin" files of a diffusers model in the user's cache.
-    model: "runwayml/..." or the name of its folder; None means all models.
-    Returns stored / original bytes."""
+    model: "runwayml/..." or the name of its folder; None means all models. Returns stored / original bytes."""
     cache = Path("~/.cache/huggingface").expanduser()
     names = ["*"] if model is None else [model, "models--" + model.replace("/", "--")]
     folders = [
@@ -68,9 +67,8 @@ def compress_state_dict(path: _PathLike, treshold: int = 16000) -> tuple[int, in
     place = Path(path)
     state: dict[str, Any] = dict(_read_state(place))
     if "meta" in state:
-        raise overwire.NotSupportedError(
-            f"overwire: save {place}: it has a key 'meta', which nyacomp's layout uses for its bins", source=str(place)
-        )
+        text = f"overwire: save {place}: it has a key 'meta', which nyacomp's layout uses for its bins"
+        raise overwire.NotSupportedError(text, source=str(place))
     folder = place.parent / "nya"
     folder.mkdir(exist_ok=True)
     total = stored_size = 0
@@ -107,9 +105,8 @@ def _read_state(path: Path) -> Mapping[str, Any]:
         return overwire.load_file(path, framework="pt")
     state = torch.load(path, map_location="cpu", weights_only=True)
     if not isinstance(state, Mapping):
-        raise overwire.FormatError(
-            f"overwire: open {path}: expected a state dict, got {type(state).__name__}", source=str(path)
-        )
+        text = f"overwire: open {path}: expected a state dict, got {type(state).__name__}"
+        raise overwire.FormatError(text, source=str(path))
     return state
 
 
@@ -133,17 +130,14 @@ def _read_boneless(boneless: Path) -> dict[str, Any]:
             raise ValueError("it is not a dict with names as keys")
         return state
     except FileNotFoundError as error:
-        raise overwire.NotFoundError(
-            f"overwire: open {boneless}: not found: create it with compress_state_dict", source=str(boneless)
-        ) from error
+        text = f"overwire: open {boneless}: not found: create it with compress_state_dict"
+        raise overwire.NotFoundError(text, source=str(boneless)) from error
     except (overwire.OverwireError, PermissionError, MemoryError):
         raise
     except Exception as error:  # also OSError, because torch seeks to offsets that it reads from the file
         reason = str(error).partition("\n")[0]
-        raise overwire.FormatError(
-            f"overwire: open {boneless}: compress_state_dict did not write this file: {reason:.200}",
-            source=str(boneless),
-        ) from error
+        text = f"overwire: open {boneless}: compress_state_dict did not write this file: {reason:.200}"
+        raise overwire.FormatError(text, source=str(boneless)) from error
 
 
 def _is_row(row: dict[str, Any]) -> bool:
@@ -164,18 +158,12 @@ def _read_layout(path: _PathLike) -> tuple[dict[str, Any], list[str], list[_nyac
     for key in keys:
         row = state[key]
         if not _is_row(row):
-            raise overwire.FormatError(
-                f"overwire: open {boneless}: the sizes of {key!r:.200} are missing or invalid",
-                source=str(boneless),
-                tensor=str(key),
-            )
+            text = f"overwire: open {boneless}: the sizes of {key!r:.200} are missing or invalid"
+            raise overwire.FormatError(text, source=str(boneless), tensor=str(key))
         shape, dtype = list(row["shape"]), str(row["dtype"]).removeprefix("torch.")
         if math.prod(shape) * row["dtype"].itemsize != row["len"]:
-            raise overwire.FormatError(
-                f"overwire: open {boneless}: the sizes of {key!r} do not match its shape",
-                source=str(boneless),
-                tensor=key,
-            )
+            text = f"overwire: open {boneless}: the sizes of {key!r} do not match its shape"
+            raise overwire.FormatError(text, source=str(boneless), tensor=key)
         place = str(_file(boneless.parent, key))
         files.append(
             _nyacomp.CompressedFile(place, shape, dtype, row["len"], row["len_compressed"], digest=row.get("digest"))
@@ -306,11 +294,8 @@ class _Slice:
         if kind.startswith("float8"):
             kind, rest = "float8", kind[6:].upper().removesuffix("FNU").removesuffix("FN")
         letters = kind.rstrip("0123456789")
-        return (
-            "BOOL"
-            if letters == "bool"
-            else ("BF" if letters == "bfloat" else letters[0].upper()) + kind[len(letters) :] + rest
-        )
+        short = {"bool": "BOOL", "bfloat": "BF"}.get(letters, letters[0].upper())
+        return short + kind[len(letters) :] + rest
 
 
 def _fresh(path: Path) -> bool:

@@ -54,13 +54,10 @@ def parse(place: str, head: bytes, size: int) -> Header:
             header = Header((major, minor), FORMATS[kind], plain)
             if header.format not in _HIDDEN:
                 return header
-            raise overwire.NotSupportedError(
-                f"overwire: open {place}: format {header.format} of nvCOMP {major}.{minor}: only nvCOMP reads it",
-                source=place,
-            )
-    raise overwire.FormatError(
-        f"overwire: open {place}: neither an overwire container nor an nvCOMP file", source=place
-    )
+            text = f"overwire: open {place}: format {header.format} of nvCOMP {major}.{minor}: only nvCOMP reads it"
+            raise overwire.NotSupportedError(text, source=place)
+    text = f"overwire: open {place}: neither an overwire container nor an nvCOMP file"
+    raise overwire.FormatError(text, source=place)
 
 
 def sniff(place: str) -> Header | None:
@@ -78,11 +75,8 @@ def decode(place: str, data: bytes, size: int) -> memoryview:
     if header.plain != size:
         text = f"overwire: open {place}: expected {size} plain bytes, got {header.plain}"
         raise overwire.FormatError(text, source=place)
-    log.warning(
-        "overwire: %s: its checksums are nvCOMP's own and are not compared; compress the model again with: %s",
-        place,
-        RECOMPRESS,
-    )
+    text = "overwire: %s: its checksums are nvCOMP's own and are not compared; compress the model again with: %s"
+    log.warning(text, place, RECOMPRESS)
     try:
         content = codecs.decode(data, header.format, verify=False)  # limits its memory itself
     except overwire.OverwireError as error:

@@ -56,9 +56,8 @@ def read_csv(path: str | os.PathLike[str]) -> Manifest:
     try:
         bins = [[int(at) for at in part.split(";") if at] for part in text.partition("\n")[0].strip().split(",")]
     except ValueError as error:
-        raise overwire.FormatError(
-            f"overwire: open {place} line 1: expected bins such as '0;2,1'", source=place
-        ) from error
+        why = f"overwire: open {place} line 1: expected bins such as '0;2,1'"
+        raise overwire.FormatError(why, source=place) from error
     manifest = Manifest(place, text)
     manifest.bins = bins
     _check_bins(bins, len(manifest.rows), place)
@@ -70,9 +69,8 @@ def to_csv(meta: Sequence[Mapping[str, Any]], bins: Sequence[Sequence[int]], f: 
     positions among the other dicts. Raises ArgumentError for a name with a line break, before anything is written."""
     for row in meta:
         if row and "\n" in str(row["filename"]):
-            raise overwire.ArgumentError(
-                f"overwire: save {os.fspath(f)!r}: {row['filename']!r} has a line break: rename it"
-            )
+            text = f"overwire: save {os.fspath(f)!r}: {row['filename']!r} has a line break: rename it"
+            raise overwire.ArgumentError(text)
     rows = [
         f"{row['filename']} {ints(row['shape'])} {row['dtype']} {row['decompressed_size']} {row['compressed_size']}"
         for row in meta

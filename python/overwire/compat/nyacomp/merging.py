@@ -118,9 +118,8 @@ def split_tensors(tensors: Sequence[Any], info: str) -> list[Any]:
             or pieces.keys() & set(positions)
             or len(set(positions)) != len(positions)
         ):
-            raise overwire.FormatError(
-                f"overwire: merged tensors: {line!r} does not match a tensor of shape {tuple(tensor.shape)}"
-            )
+            text = f"overwire: merged tensors: {line!r} does not match a tensor of shape {tuple(tensor.shape)}"
+            raise overwire.FormatError(text)
         parts = [tensor[0]] if len(positions) == 1 else [part.clone() for part in tensor]
         pieces.update(zip(positions, parts, strict=True))
     return [pieces[at] for at in sorted(pieces)]

@@ -18,16 +18,8 @@ _YES = frozenset({"1", "true", "yes", "on", "y", "t"})
 _NO = frozenset({"0", "false", "no", "off", "n", "f"})
 
 # Flags that this module reads.
-_FLAGS = (
-    "DOWNLOAD",
-    "REMOTE_CSV",
-    "UNCOMPRESSED",
-    "RECOMPRESS",
-    "PYTHON_ARGS",
-    "REDO_PARTITION",
-    "DOWNLOAD_LOG",
-    "SKIP_SETPIPE_SZ",
-)
+_FLAGS = """DOWNLOAD REMOTE_CSV UNCOMPRESSED RECOMPRESS PYTHON_ARGS REDO_PARTITION DOWNLOAD_LOG
+    SKIP_SETPIPE_SZ""".split()
 
 #: Maps variables that are checked but have no effect to their lowest and highest value. They have no effect because
 #: overwire has one ring of slots for all threads, and no streams or buffers per thread.

@@ -40,9 +40,8 @@ def of_numpy(dtype: Any) -> str:
     if form in _WRITTEN:
         return form
     if not dtype.isnative and str(dtype.newbyteorder().str) in _WRITTEN:
-        raise ValueError(
-            f"an array of {dtype} does not have this machine's byte order: use astype(dtype.newbyteorder())"
-        )
+        text = f"an array of {dtype} does not have this machine's byte order: use astype(dtype.newbyteorder())"
+        raise ValueError(text)
     raise TypeError(f"Cannot serialize an array with dtype {dtype}")
 
 

@@ -75,10 +75,8 @@ class EncryptionParams:
             ("opslimit", opslimit, _OpsLimit, _MemLimit), ("memlimit", memlimit, _MemLimit, _OpsLimit)
         ):
             if isinstance(value, wrong) or not isinstance(value, (int, type(None))):
-                raise TypeError(
-                    f"{name} parameter: expected EncryptionParams.{right.__name__[1:]}, int, or None; "
-                    f"{value.__class__.__name__} found"
-                )
+                text = f"{name} parameter: expected EncryptionParams.{right.__name__[1:]}, int, or None;"
+                raise TypeError(f"{text} {value.__class__.__name__} found")
         if isinstance(source, str):
             source = source.encode(encoding)
         if isinstance(salt, str):
@@ -99,10 +97,8 @@ class EncryptionParams:
     def salt(self) -> bytes:
         """The salt of `from_string`. Raises ValueError for other keys."""
         if self._derivation is None:
-            raise ValueError(
-                "An exact binary key is being used. Exact binary keys do not use key derivation algorithms, and "
-                "thus have no salt."
-            )
+            text = "An exact binary key is being used. Exact binary keys do not use key derivation algorithms, and"
+            raise ValueError(f"{text} thus have no salt.")
         return self._derivation.salt
 
     def __repr__(self) -> str:

@@ -44,10 +44,9 @@ def add(tree: Tree, path: Path) -> None:
     level = tree
     for depth, part in enumerate(path):
         if level and type(next(iter(level))) is not type(part):
-            raise ValueError(
-                f"Conflicting tensor paths: {plain(path)} has a different key type ({type(part).__name__!r}) than "
-                f"existing keys at the prefix {path[: depth + 1]} ({type(next(iter(level))).__name__!r})"
-            )
+            text = f"Conflicting tensor paths: {plain(path)} has a different key type ({type(part).__name__!r}) than "
+            text += f"existing keys at the prefix {path[: depth + 1]} ({type(next(iter(level))).__name__!r})"
+            raise ValueError(text)
         if depth == len(path) - 1:
             if part in level:
                 how = (
@@ -80,9 +79,8 @@ def leaves(level: Any) -> Iterator[Path]:
 
 
 def build(level: Any, values: Mapping[Path, Any], proxies: bool) -> Any:
-    """Builds a level of a tree with values at its leaves. Leaves without a value, and levels without
-    values, are left out. Levels with numbers as keys become lists. proxies: makes every level a
-    read-only mapping instead."""
+    """Builds a level of a tree with values at its leaves. Leaves without a value, and levels without values, are left
+    out. Levels with numbers as keys become lists. proxies: makes every level a read-only mapping instead."""
     if isinstance(level, tuple):
         return values[level]
     tree = {}

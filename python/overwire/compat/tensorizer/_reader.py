@@ -6,6 +6,7 @@ import contextlib
 import io
 import operator
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -151,11 +152,8 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
             if path.lower().startswith("s3://") and not isinstance(file_obj, os.PathLike):
                 self._storage.update(_s3.options_for(False))
             return path
-        refuse_text(
-            file_obj,
-            "readable",
-            text='TensorDeserializer\'s file_obj must be readable and in binary mode (mode="rb"{})',
-        )
+        must = 'TensorDeserializer\'s file_obj must be readable and in binary mode (mode="rb"{})'
+        refuse_text(file_obj, "readable", text=must)
         self._own = file_obj
         if isinstance(file_obj, (stream_io.CURLStreamFile, stream_io.RedisStreamFile)) and file_obj.reach is not None:
             uri, options = file_obj.reach
@@ -187,19 +185,15 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
             why = "is not flagged as encrypted"
             if self._file_info.version < 3:
                 why = "comes from a tensorizer version predating encryption, so it must not be encrypted"
-            raise CryptographyError(
-                f"Tensor decryption was requested, but the file provided {why}. Either set encryption=None on the "
-                "TensorDeserializer, or ensure that the correct file was provided."
-            )
+            text = f"Tensor decryption was requested, but the file provided {why}. Either set encryption=None on the"
+            raise CryptographyError(f"{text} TensorDeserializer, or ensure that the correct file was provided.")
         key: bytes | str | None = encryption.key
         if key is None and encryption.source is not None:
             secrets = [r for r in self._file_info.records if r.encrypted]
             ways = {r.derivation for r in secrets}
             if secrets and None in ways:
-                raise CryptographyError(
-                    "Source string was provided, but the tensor was not originally encrypted using a source string"
-                    " (e.g. EncryptionParams.from_string())."
-                )
+                text = "Source string was provided, but the tensor was not originally encrypted using a source string"
+                raise CryptographyError(f"{text} (e.g. EncryptionParams.from_string()).")
             if len(ways) > 1:
                 self._storage["decryption_password"] = encryption.source
                 return
@@ -312,12 +306,8 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
         import torch
 
         dtype = self._dtype
-        if (
-            tensor.dtype == torch.bool
-            or dtype is not None
-            and dtype.is_floating_point
-            and tensor.dtype not in _CAST(torch)
-        ):
+        is_floating = dtype is not None and dtype.is_floating_point
+        if tensor.dtype == torch.bool or is_floating and tensor.dtype not in _CAST(torch):
             dtype = None  # a bool, or a type that a floating-point dtype= does not cast
         tensor = tensor.to(device=device, dtype=dtype)
         return torch.nn.Parameter(tensor, requires_grad=tensor.dtype.is_complex or tensor.dtype.is_floating_point)
@@ -355,10 +345,8 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
         default: the result if there are no tensors. Raises TypeError for a prefix that is a string or a number.
         """
         if isinstance(prefix, (str, int)):
-            raise TypeError(
-                f"Invalid prefix: expected sequence, got {prefix.__class__.__name__!r}"
-                " (for a single-element prefix, use a single-element sequence)"
-            )
+            text = f"Invalid prefix: expected sequence, got {prefix.__class__.__name__!r}"
+            raise TypeError(f"{text} (for a single-element prefix, use a single-element sequence)")
         level: Any = self._structure
         for part in prefix or ():
             if not isinstance(level, dict) or part not in level:
@@ -375,9 +363,8 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
     ) -> Iterator[tuple[Record, Any, Any]]:
         if num_tensors < -1:
             raise ValueError("num_tensors must be -1 or non-negative")
-        paths = [
-            p for p in list(self._records)[self._last + 1 :] if filter_func is None or filter_func(_paths.plain(p))
-        ]
+        rest = list(self._records)[self._last + 1 :]
+        paths = [path for path in rest if filter_func is None or filter_func(_paths.plain(path))]
         if num_tensors >= 0:
             paths = paths[:num_tensors]
         verify = self._verify_hash if verify_hash is None else verify_hash
@@ -424,10 +411,8 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
         for record, name, parameter in self._next(filter_func, num_tensors, verify_hash):
             form, true = _dtypes.opaque(record.dtype)
             if true is not None and not allow_raw_data:
-                raise ValueError(
-                    f"{name} has an opaque datatype: (Torch: {true}, Numpy: {form}). Set `allow_raw_data=True` to "
-                    f"return as a numpy array with a datatype of {form}"
-                )
+                text = f"{name} has an opaque datatype: (Torch: {true}, Numpy: {form}). Set `allow_raw_data=True` to"
+                raise ValueError(f"{text} return as a numpy array with a datatype of {form}")
             tensor = parameter.detach()
             if true is not None and self._dtype is None:
                 tensor = tensor.view({1: torch.int8, 2: torch.int16}[tensor.element_size()])
@@ -453,9 +438,8 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
             header = file.read(records[0].record)
             name = f"{key_prefix}:header:0"
             if force:
-                keys = redis_client.scan_iter(f"{_escaped(key_prefix)}:*")
-                stale = [key for key in keys if bytes(key).rsplit(b":", 1)[-1].isdigit()]
-                if stale:
+                keys = redis_client.scan_iter(re.sub(r"[\\*?\[\]]", r"\\\g<0>", key_prefix) + ":*")
+                if stale := [key for key in keys if bytes(key).rsplit(b":", 1)[-1].isdigit()]:
                     redis_client.delete(*stale)
             elif redis_client.get(name) not in (None, header):
                 raise ValueError(f"Redis has another file at {key_prefix!r}; pass force=True to replace it")
@@ -542,11 +526,6 @@ def _alike(a: Any, b: Any) -> bool:
         return False
     x, y = (t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (a, b))
     return torch.equal(x, y)
-
-
-def _escaped(text: str) -> str:
-    """Escapes a text for use in a Redis pattern."""
-    return "".join("\\" + c if c in "\\*?[]" else c for c in text)
 
 
 def _current_cuda() -> Any:

@@ -74,19 +74,13 @@ def infer_credentials(key: str | None, secret: str | None, config_path: Any = No
         raise ValueError(begin + "the fallback .s3cfg file could not be parsed.") from error
     if values.config_file is None:
         raise ValueError(begin + "no default .s3cfg file could be found.")
-    credentials = values._replace(
-        s3_access_key=values.s3_access_key if key is None else key,
-        s3_secret_key=values.s3_secret_key if secret is None else secret,
-    )
-    for value, name in (
-        (credentials.s3_access_key, "s3_access_key_id"), (credentials.s3_secret_key, "s3_secret_access_key")
-    ):
-        if not value:
-            raise ValueError(
-                f"Attempted to access an S3 bucket, but {name} was not provided, and could not be found in the "
-                f"default config file at {values.config_file}."
-            )
-    return credentials
+    key = values.s3_access_key if key is None else key
+    secret = values.s3_secret_key if secret is None else secret
+    if not key or not secret:
+        name = "s3_secret_access_key" if key else "s3_access_key_id"
+        text = f"Attempted to access an S3 bucket, but {name} was not provided, and could not be found in the"
+        raise ValueError(f"{text} default config file at {values.config_file}.")
+    return values._replace(s3_access_key=key, s3_secret_key=secret)
 
 
 def enforce_scheme(endpoint: str, allow_http: bool = False, force_http: bool = False) -> str:

@@ -11,10 +11,8 @@ import stat
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from overwire._compat_api import new_lock, start_thread
-from overwire._undo import after_error
-
-from ..._compat_api import number_of, written
+from ..._compat_api import new_lock, number_of, start_thread, written
+from ..._undo import after_error
 from ...records import NewRecord, Record, make_front, write_records
 from . import _dtypes, _paths
 from ._encryption import EncryptionParams
@@ -81,21 +79,15 @@ class TensorSerializer:
         self._failed = False  # whether a write has failed, so that no file is written
         if limit_cpu_concurrency is not None:
             if not isinstance(limit_cpu_concurrency, int):
-                raise TypeError(
-                    f"limit_cpu_concurrency parameter: expected int or None, "
-                    f"{limit_cpu_concurrency.__class__.__name__} found"
-                )
+                kind = limit_cpu_concurrency.__class__.__name__
+                raise TypeError(f"limit_cpu_concurrency parameter: expected int or None, {kind} found")
             if limit_cpu_concurrency < 1:
-                raise ValueError(
-                    f"limit_cpu_concurrency parameter: must be positive (or None for unbound), got "
-                    f"{limit_cpu_concurrency}"
-                )
+                what = f"must be positive (or None for unbound), got {limit_cpu_concurrency}"
+                raise ValueError(f"limit_cpu_concurrency parameter: {what}")
         self.cpu_limit = limit_cpu_concurrency or len(os.sched_getaffinity(0))
         if encryption is not None and not isinstance(encryption, EncryptionParams):
-            raise TypeError(
-                f"encryption parameter: expected EncryptionParams instance or None, {encryption.__class__.__name__} "
-                f"found"
-            )
+            kind = encryption.__class__.__name__
+            raise TypeError(f"encryption parameter: expected EncryptionParams instance or None, {kind} found")
         if isinstance(file_obj, int):
             file_obj = os.fdopen(file_obj, "wb+")
         if isinstance(file_obj, (str, bytes, os.PathLike)):
@@ -208,15 +200,9 @@ class TensorSerializer:
 
     def _make_room(self, specs: list[_Spec]) -> None:
         for spec in specs:
-            size = (
-                _ENTRY_BYTES
-                + len(_paths.text(spec.path).encode())
-                + len(_text_of(spec.tensor))
-                + 4 * len(spec.tensor.shape)
-            )
-            if any(d >= 1 << 32 for d in spec.tensor.shape):
-                size += 4 * len(spec.tensor.shape)
-            self._index_used += size
+            shape, name = spec.tensor.shape, _paths.text(spec.path).encode()
+            extent = 8 if any(d >= 1 << 32 for d in shape) else 4  # bytes of each dimension
+            self._index_used += _ENTRY_BYTES + len(name) + len(_text_of(spec.tensor)) + extent * len(shape)
         if self._index_used > self._room:
             if self._records:
                 raise RuntimeError("Metadata overflow")
@@ -249,20 +235,18 @@ class TensorSerializer:
 
     def _descriptor(self) -> int | None:
         """Returns the file's descriptor if the engine can write to it at any offset, otherwise None."""
-        try:
-            flush = getattr(self._file, "flush", None)
-            if callable(flush):
-                flush()
+        with contextlib.suppress(AttributeError, OSError):
+            self._flush()
             number = number_of(self._file)
-            if (
-                number is None
-                or not stat.S_ISREG(os.fstat(number).st_mode)
-                or fcntl.fcntl(number, fcntl.F_GETFL) & os.O_APPEND
-            ):
-                return None
-        except (AttributeError, OSError):
-            return None
-        return number
+            is_plain = number is not None and stat.S_ISREG(os.fstat(number).st_mode)
+            if number is not None and is_plain and not fcntl.fcntl(number, fcntl.F_GETFL) & os.O_APPEND:
+                return number
+        return None
+
+    def _flush(self) -> None:
+        flush = getattr(self._file, "flush", None)
+        if callable(flush):
+            flush()
 
     def _finish(self) -> None:
         """Completes the file with the tensors written so far."""
@@ -274,9 +258,7 @@ class TensorSerializer:
         _all(self._file, front)
         self._file.seek(self._at)
         _all(self._file, _TAIL)
-        flush = getattr(self._file, "flush", None)
-        if callable(flush):
-            flush()
+        self._flush()
 
     def close(self) -> None:
         """Closes the file. A second call does nothing."""

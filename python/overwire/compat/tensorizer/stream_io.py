@@ -55,10 +55,9 @@ class CAInfo:
         allow_untrusted: bool = False,
     ) -> None:
         if sum((cacert is not None, capath is not None, bool(allow_untrusted))) != 1:
-            raise ValueError(
-                "Exactly one of cacert, capath, or allow_untrusted=True must be specified. For default certificate "
-                "verification behaviour, use certificate_handling=None instead of an explicit CAInfo instance"
-            )
+            text = "Exactly one of cacert, capath, or allow_untrusted=True must be specified. For default certificate "
+            text += "verification behaviour, use certificate_handling=None instead of an explicit CAInfo instance"
+            raise ValueError(text)
         for name, path, there in (("cacert file", cacert, os.path.isfile), ("capath directory", capath, os.path.isdir)):
             if path is not None and not there(path):
                 raise ValueError(f"Invalid {name} path: {os.fspath(path)}")
@@ -112,9 +111,8 @@ class _Stream(io.BufferedReader):
         if begin is not None and begin < 0:
             raise ValueError("Invalid begin, must be non-negative")
         if end is not None and end <= (begin or 0):
-            raise ValueError(
-                f"End marker must come strictly after begin marker (requested range: {begin or 0} to {end})"
-            )
+            text = f"End marker must come strictly after begin marker (requested range: {begin or 0} to {end})"
+            raise ValueError(text)
         self.bytes_read = self.bytes_skipped = self.read_operations = 0
         self._end = end
         self._buffer_size = buffer_size or 1 << 20
@@ -231,10 +229,8 @@ class CURLStreamFile(_Stream):
         certificate_handling: CAInfo | None = None,
     ) -> None:
         if certificate_handling is not None and not isinstance(certificate_handling, CAInfo):
-            raise TypeError(
-                "certificate_handling must either be None (for default SSL certificate verification), or a CAInfo "
-                f"object, not {certificate_handling.__class__.__name__}"
-            )
+            text = "certificate_handling must either be None (for default SSL certificate verification), or a CAInfo"
+            raise TypeError(f"{text} object, not {certificate_handling.__class__.__name__}")
         if uri.partition("://")[0].lower() not in ("http", "https"):
             raise ValueError(f"Invalid HTTP URI: {shown(uri)}")
         self.uri = uri
@@ -257,10 +253,8 @@ class CURLStreamFile(_Stream):
             raise OSError(f"Failed to open stream for {self._name or shown(uri)}: {error}") from error
         size, _ = source.found() or (0, "")
         if begin and begin >= size:
-            raise OSError(
-                f"Failed to open stream for {self._name or shown(uri)}: it has {size} bytes, and byte {begin} was "
-                f"requested"
-            )
+            text = f"it has {size} bytes, and byte {begin} was requested"
+            raise OSError(f"Failed to open stream for {self._name or shown(uri)}: {text}")
         self.http_response_latencies.append(time.monotonic() - start)
         self.popen_latencies.append(0.0)
         from email.message import Message
@@ -279,9 +273,7 @@ class CURLStreamFile(_Stream):
         self._note.append(msg)
 
     def _describe_error(self, error: object) -> str:
-        return "".join(
-            [f"Failed to read from {self._name or shown(self.uri)}: {error}", *(f"\n{note}" for note in self._note)]
-        )
+        return "\n".join([f"Failed to read from {self._name or shown(self.uri)}: {error}", *self._note])
 
     def _fork(self, begin: int | None = None, end: int | None = None) -> CURLStreamFile:
         """Opens the same object with another range."""

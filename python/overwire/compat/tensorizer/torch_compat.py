@@ -162,11 +162,11 @@ _pickle_module.Unpickler = _TensorizerUnpickler
 
 _LOAD_WRAPPER_DEFAULT_MODULE: Any = None
 
+
 def _refuse(pickle_module: Any) -> None:
     if pickle_module is not None and pickle_module is not pickle:
-        raise ValueError(
-            "Tensorizer-based torch serialization is incompatible with using a pickle_module other than the default"
-        )
+        text = "Tensorizer-based torch serialization is incompatible with using a pickle_module other than the default"
+        raise ValueError(text)
 
 
 def _wrapped_save(original: Any) -> Any:

@@ -83,13 +83,8 @@ class TorchGPUMemoryUsage(NamedTuple):
         if not torch.cuda.is_available():
             return None
         stats = torch.cuda.memory_stats(device)
-        return cls(
-            *(
-                stats.get(f"{kind}_bytes.all.{when}", 0)
-                for kind in ("reserved", "allocated")
-                for when in ("current", "peak")
-            )
-        )
+        kinds = [f"{kind}_bytes.all.{when}" for kind in ("reserved", "allocated") for when in ("current", "peak")]
+        return cls(*(stats.get(kind, 0) for kind in kinds))
 
     def __str__(self) -> str:
         return (
@@ -153,10 +148,9 @@ def no_init_or_tensor(loading_code: Callable[[], Any] | None = None) -> Any:
     if loading_code is None:
         return _swap.on(_without, True)
     if not callable(loading_code):
-        raise TypeError(
-            "no_init_or_tensor() expected a callable to evaluate, or None if being used as a context manager;"
-            f' got an object of type "{type(loading_code).__name__}" instead.'
-        )
+        text = "no_init_or_tensor() expected a callable to evaluate, or None if being used as a context manager;"
+        text += f' got an object of type "{type(loading_code).__name__}" instead.'
+        raise TypeError(text)
     with _swap.on(_without, True):
         return loading_code()
 
