@@ -8,8 +8,7 @@ from typing import Any
 from overwire._compat_api import new_lock
 
 # Weak references to memory owners, and their bytes. The keys are ids, because owners need not be
-# hashable. No lock is used: garbage collection may call `_forget` at any point, and each step here
-# is atomic.
+# hashable. No lock is used: garbage collection may call `_forget` at any point, and each step here is atomic.
 _live: dict[int, tuple[weakref.ref[Any], int]] = {}
 
 

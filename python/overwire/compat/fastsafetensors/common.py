@@ -108,15 +108,12 @@ class SafeTensorsMetadata:
             frame = self.tensors[name] = TensorFrame.from_buffer(entry)
             nbytes = prod(frame.shape) * frame.dtype.bits // 8
             if end - begin != nbytes:
-                raise ValueError(
-                    f"validate(tensor {name}): TensorInvalidInfo, e-s={end - begin}, nbytes={nbytes}, src={src}"
-                )
+                text = f"validate(tensor {name}): TensorInvalidInfo, e-s={end - begin}, nbytes={nbytes}, src={src}"
+                raise ValueError(text)
             start = end
         if not self.compressed and header_length + start > size_bytes:
-            raise ValueError(
-                f"MetadataIncompleteBuffer, src={src}, start={start}, header_length={header_length}, "
-                f"size_bytes={size_bytes}"
-            )
+            text = f"MetadataIncompleteBuffer, src={src}, start={start}, header_length={header_length},"
+            raise ValueError(f"{text} size_bytes={size_bytes}")
         self.data_length = start
         # The alignment in the file only matters for plug-ins that read a file unchanged. Each of our tensors has its
         # own memory.

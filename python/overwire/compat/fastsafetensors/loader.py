@@ -169,12 +169,9 @@ class BaseSafeTensorsFileLoader:
                     factories.append(factory)
                     stack.enter_context(after_error(factory.free_dev_ptrs))
             buffer = FilesBufferOnDevice(loaders, self.pg, self.framework)  # raises if a name is in two files
+            allow_inflight = allow_inflight and dtype is DType.AUTO and self.pg.size() == 1
             for factory in factories:
-                factory.submit_io(
-                    use_buf_register,
-                    max_copy_block_size,
-                    allow_inflight and dtype is DType.AUTO and self.pg.size() == 1,
-                )
+                factory.submit_io(use_buf_register, max_copy_block_size, allow_inflight)
             for factory in factories:
                 factory.wait_io(dtype)
         return buffer

@@ -113,11 +113,7 @@ class PipelineParallel:
         self._thread: threading.Thread | None = None
         self._plan = [_Batch(files, None) for files in self.weight_files_batches]
         if max_batch_bytes is not None or device_memory_budget is not None:
-            self._split(
-                max_batch_bytes,
-                device_memory_budget,
-                resident_tensor if resident_tensor else lambda name: accumulate_resident,
-            )
+            self._split(max_batch_bytes, device_memory_budget, resident_tensor or (lambda name: accumulate_resident))
 
     def _create_batches(self, pg: Any) -> list[list[str]]:
         ranks = pg.size()

@@ -48,9 +48,8 @@ def validate_shard_set(metas: Sequence[SafeTensorsMetadata]) -> None:
     for at, meta in enumerate(metas):
         metadata = meta.metadata if isinstance(meta.metadata, Mapping) else {}
         try:
-            index, count, ident = (
-                int(metadata[KEY_SHARD_INDEX]), int(metadata[KEY_SHARD_COUNT]), metadata[KEY_SHARD_SET]
-            )
+            index, count = int(metadata[KEY_SHARD_INDEX]), int(metadata[KEY_SHARD_COUNT])
+            ident = metadata[KEY_SHARD_SET]
         except (KeyError, TypeError, ValueError):
             raise ShardSetError(f"{meta.src}: it is not a shard of a set") from None
         if (index, count) != (at, len(metas)):
@@ -75,8 +74,7 @@ class WriteEntry:
 @dataclass
 class ShardPlan:
     """A file to write. header: its first bytes, including the length before the JSON.
-    offsets: the range [begin, end) of each entry in the file. total_bytes: the file's
-    size."""
+    offsets: the range [begin, end) of each entry in the file. total_bytes: the file's size."""
 
     path: str
     entries: list[WriteEntry]
@@ -196,9 +194,8 @@ def plan_shards(
         if len(text) > MAX_HEADER:
             raise ValueError(f"{path}: HeaderTooLarge: {len(text)} bytes")
         start = 8 + len(text)
-        offsets = {
-            name: (start + row["data_offsets"][0], start + row["data_offsets"][1]) for name, row in table.items()
-        }
+        ranges = {name: row["data_offsets"] for name, row in table.items()}
+        offsets = {name: (start + begin, start + end) for name, (begin, end) in ranges.items()}
         plans.append(ShardPlan(path, shard, len(text).to_bytes(8, "little") + text, offsets, start + end))
     return plans
 
@@ -207,14 +204,11 @@ def _check_plan(plan: ShardPlan) -> None:
     # Callers may make or change plans. The offsets must match the header.
     try:
         table = json.loads(plan.header[8:])
-        fits = (
-            int.from_bytes(plan.header[:8], "little") == len(plan.header) - 8 and len(plan.header) <= plan.total_bytes
-        )
+        size = len(plan.header)
+        fits = int.from_bytes(plan.header[:8], "little") == size - 8 and size <= plan.total_bytes
         for entry in plan.entries:
             row, (begin, end) = table[entry.name], plan.offsets[entry.name]
-            fits &= [begin - len(plan.header), end - len(plan.header)] == row[
-                "data_offsets"
-            ] and end - begin == entry.nbytes
+            fits &= [begin - size, end - size] == row["data_offsets"] and end - begin == entry.nbytes
             fits &= (row["dtype"], row["shape"]) == (entry.dtype.value, list(entry.shape))
         fits &= set(table) - {"__metadata__"} == {entry.name for entry in plan.entries}
     except (ValueError, KeyError, TypeError) as error:
@@ -333,9 +327,8 @@ class ParallelSaver:
         if num_shards < 1 or num_threads < 1:
             raise ValueError(f"num_shards {num_shards} and num_threads {num_threads} must be positive")
         self.num_shards, self.num_threads, self.framework, self.fill = num_shards, num_threads, framework, fill
-        self.shard_metadata, self.min_free_bytes, self.fsync, self.compress = (
-            shard_metadata, min_free_bytes, fsync, compress
-        )
+        self.shard_metadata, self.compress = shard_metadata, compress
+        self.min_free_bytes, self.fsync = min_free_bytes, fsync
 
     def save(
         self,
@@ -390,13 +383,9 @@ class ParallelSaver:
             }
         else:
             buffers = [ctypes.create_string_buffer(max(entry.nbytes, 1)) for entry in entries]
-            self.fill(
-                [
-                    (memoryview(full).cast("B")[: entry.nbytes], entry)
-                    for full, entry in zip(buffers, entries, strict=True)
-                ]
-            )
-            for full, entry in zip(buffers, entries, strict=True):
+            pairs = list(zip(buffers, entries, strict=True))
+            self.fill([(memoryview(full).cast("B")[: entry.nbytes], entry) for full, entry in pairs])
+            for full, entry in pairs:
                 at = ctypes.addressof(full) if entry.nbytes else 0
                 values[entry.name] = overwire.TensorSpec(
                     dtype=entry.dtype.value, shape=entry.shape, data_ptr=at, data_len=entry.nbytes

@@ -152,10 +152,8 @@ class LazyTensorFactory:
         if frame.dtype is DType.F4 and dim == len(shape) - 1:  # blocks count elements, as in the file
             block = -(-frame.shape[dim] // ranks)
             if block % 2:
-                raise ValueError(
-                    f"{self.metadata.src}: tensor {name}: F4 tensors come in pairs, and blocks of {block} of "
-                    f"dimension {dim} of {frame.shape} for {ranks} ranks cut one"
-                )
+                text = f"{self.metadata.src}: tensor {name}: F4 tensors come in pairs, and blocks of {block} of"
+                raise ValueError(f"{text} dimension {dim} of {frame.shape} for {ranks} ranks cut one")
             block //= 2
 
         def index(lo: int, hi: int) -> Any:

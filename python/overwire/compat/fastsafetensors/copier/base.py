@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from abc import ABC, abstractmethod
+from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -43,10 +44,8 @@ def validated_byte_ranges(
             raise ValueError(f"{what}: {pair!r} is not a pair (begin, end)") from None
         begin, end = _whole_number(begin, what), _whole_number(end, what)
         if not position <= begin < end <= limit:
-            raise ValueError(
-                f"{what}: [{begin}, {end}) is empty, not in order, or not in the data [{metadata.header_length}, "
-                f"{limit})"
-            )
+            text = f"is empty, not in order, or not in the data [{metadata.header_length}, {limit})"
+            raise ValueError(f"{what}: [{begin}, {end}) {text}")
         ranges.append((begin, end))
         position = end
     return ranges
@@ -98,10 +97,8 @@ class CopierInterface(ABC):
         """Limits the copier to these tensors, and its buffer to the span of their ranges or to allocation_size bytes.
         Called before `submit_io`. A copier that cannot do this raises NotImplementedError, because the caller has a
         memory limit."""
-        raise NotImplementedError(
-            f"{type(self).__name__} only loads whole files: max_batch_bytes and device_memory_budget need a copier "
-            f"with set_chunk"
-        )
+        text = f"{type(self).__name__} only loads whole files: max_batch_bytes and device_memory_budget need a copier"
+        raise NotImplementedError(f"{text} with set_chunk")
 
     @classmethod
     def chunk_transient_multiplier(cls, paths: list[str]) -> int:
@@ -141,26 +138,18 @@ class DummyDeviceBuffer(cpp.gds_device_buffer):
         super().__init__(0, 0, False)
 
 
-class _Arriving(Mapping[str, TensorBase]):
+class _Arriving(UserDict[str, Any]):
     # A mapping of names to tensors. Looking up a tensor waits until it has arrived.
 
     def __init__(self, names: list[str], copier: EngineCopier) -> None:
-        self._names, self._copier = dict.fromkeys(names), copier
+        super().__init__(dict.fromkeys(names))
+        self._copier = copier
 
     def __getitem__(self, name: str) -> TensorBase:
-        if name not in self._names:
+        if name not in self.data:
             raise KeyError(name)
         self._copier.wait_tensor(name)
         return self._copier.found[name]
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._names
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
 
 
 class EngineCopier(CopierInterface):
@@ -259,10 +248,8 @@ class EngineCopier(CopierInterface):
                     self._stream = None
                     return
                 except BaseException as error:
-                    is_exception = isinstance(error, Exception)
-                    self._stream, self._error = (
-                        None, error if is_exception else RuntimeError(f"{self.metadata.src}: loading was interrupted")
-                    )
+                    interrupt = RuntimeError(f"{self.metadata.src}: loading was interrupted")
+                    self._stream, self._error = None, error if isinstance(error, Exception) else interrupt
                     raise
                 result = self.framework.wrap(tensor, self.metadata.tensors[name].dtype, self.device)
                 if self._gbuf is not None and not self._gbuf._ptr:

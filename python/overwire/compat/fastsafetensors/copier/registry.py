@@ -43,12 +43,8 @@ def register_copier_constructor(
 
 def copier_class_of(construct: CopierConstructFunc) -> type[CopierInterface]:
     """Returns the class of a constructor's copiers, or CopierInterface if the class is not known."""
-    copier_class = construct if isinstance(construct, type) else getattr(construct, "copier_class", None)
-    return (
-        copier_class
-        if isinstance(copier_class, type) and issubclass(copier_class, CopierInterface)
-        else CopierInterface
-    )
+    kind = construct if isinstance(construct, type) else getattr(construct, "copier_class", None)
+    return kind if isinstance(kind, type) and issubclass(kind, CopierInterface) else CopierInterface
 
 
 def get_copier_class(copier_type: str) -> type[CopierInterface]:

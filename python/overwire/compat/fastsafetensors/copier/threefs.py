@@ -52,9 +52,8 @@ class ThreeFSFileCopier(CopierInterface):
             path=self.metadata.src, dev_ptr=address, file_offset=offset, total_length=length, chunk_size=max(block, 0)
         )
         if count != length:
-            raise RuntimeError(
-                f"{self.metadata.src}: truncated: {count} of {length} bytes at offset {offset} were read"
-            )
+            text = f"{self.metadata.src}: truncated: {count} of {length} bytes at offset {offset} were read"
+            raise RuntimeError(text)
 
     def wait_io(
         self, gbuf: cpp.gds_device_buffer, dtype: DType = DType.AUTO, noalign: bool = False, owner: Any = None

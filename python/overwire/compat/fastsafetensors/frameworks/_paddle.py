@@ -23,8 +23,8 @@ from . import get_framework_op as by_name
 
 _NAMES = {
     "BOOL": "bool", "U8": "uint8", "I8": "int8", "I16": "int16", "I32": "int32", "I64": "int64", "F16": "float16",
-    "BF16": "bfloat16",
-    "F32": "float32", "F64": "float64", "C64": "complex64", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2",
+    "BF16": "bfloat16", "F32": "float32", "F64": "float64", "C64": "complex64", "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
 }  # fmt: skip
 
 
@@ -143,9 +143,8 @@ class PaddleOp(FrameworkOpBase):
     def wrap_tensor(self, tensor: Any) -> PaddleTensor:
         for name, kind in _NAMES.items():
             if tensor.dtype == getattr(paddle, kind, None):
-                place = (
-                    Device(DeviceType.GPU, tensor.place.gpu_device_id()) if tensor.place.is_gpu_place() else Device()
-                )
+                is_gpu = tensor.place.is_gpu_place()
+                place = Device(DeviceType.GPU, tensor.place.gpu_device_id()) if is_gpu else Device()
                 return PaddleTensor(place, DType(name), tensor)
         raise TypeError(f"safetensors files cannot hold {tensor.dtype}")
 

@@ -215,9 +215,8 @@ class TorchOp(FrameworkOpBase):
         if len({tensor.dtype for tensor in tensors}) > 1 or first.dtype.bits > 8:
             result = torch.cat([tensor.real_tensor for tensor in tensors], dim)
         else:  # join as bytes: torch supports few small dtypes
-            result = torch.cat([tensor.real_tensor.view(torch.uint8) for tensor in tensors], dim).view(
-                first.real_tensor.dtype
-            )
+            octets = torch.cat([tensor.real_tensor.view(torch.uint8) for tensor in tensors], dim)
+            result = octets.view(first.real_tensor.dtype)
         return TorchTensor(first.device, first.dtype, result)
 
     def copy_tensor(self, dst: TorchTensor, src: TorchTensor) -> None:
@@ -247,9 +246,9 @@ class TorchOp(FrameworkOpBase):
             return False
         # torch cannot compare tensors of these dtypes, but equal bits mean equal numbers.
         small = wrapped.dtype in (DType.F4, DType.F8_E8M0)
-        return (
-            torch.equal(_bytes(actual.contiguous()), _bytes(real.contiguous())) if small else torch.equal(actual, real)
-        )
+        if small:
+            actual, real = _bytes(actual.contiguous()), _bytes(real.contiguous())
+        return torch.equal(actual, real)
 
     def randn(self, s: tuple[int, ...], device: Device, dtype: DType) -> TorchTensor:
         values = torch.randn(s, device=_name(device)).to(dtype_convert[dtype])
