@@ -72,9 +72,8 @@ def host_memory(nbytes: int, pinned: bool) -> torch.Tensor:
             array = (ctypes.c_ubyte * nbytes).from_buffer(mmap.mmap(descriptor, nbytes))
             begin = ctypes.addressof(array)
             if pinned and int(torch.cuda.cudart().cudaHostRegister(begin, nbytes, 1)):  # type: ignore[no-untyped-call]
-                raise OutOfMemoryError(
-                    f"overwire: CheckpointStager: cannot pin {nbytes} bytes of host memory", asked=nbytes
-                )
+                text = f"overwire: CheckpointStager: cannot pin {nbytes} bytes of host memory"
+                raise OutOfMemoryError(text, asked=nbytes)
         except OSError as error:
             text = f"overwire: CheckpointStager: cannot allocate {nbytes} bytes of host memory: {error.strerror}"
             raise OutOfMemoryError(text, asked=nbytes) from error

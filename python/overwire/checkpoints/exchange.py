@@ -58,9 +58,8 @@ class Exchange:
             return
         group = dist.group.WORLD if self._group is None else self._group
         if group is None or dist.get_world_size(group) != self._duty.ranks or dist.get_rank(group) != self._duty.rank:
-            raise ArgumentError(
-                "overwire: CheckpointWriter: torch saves with another group: pass that group as process_group="
-            )
+            why = "torch saves with another group: pass that group as process_group="
+            raise ArgumentError(f"overwire: CheckpointWriter: {why}")
         self._group = group
         self._agree_on_ways()
         for step in self._duty.rounds:
@@ -114,11 +113,8 @@ class Exchange:
             self._device = torch.device("cpu")
         if not any(other.buffers for _, other in there):
             return
-        buffers = {
-            rank: map_buffers(other)
-            for rank, (_, other) in enumerate(there)
-            if other.buffers and rank != self._duty.rank
-        }
+        others = {rank: other for rank, (_, other) in enumerate(there) if other.buffers and rank != self._duty.rank}
+        buffers = {rank: map_buffers(other) for rank, other in others.items()}
         same_host = {rank: some for rank, some in offsets.items() if there[rank][1].host == offer.host}
         answers = self._tell(({rank for rank, some in buffers.items() if some is not None}, same_host))
         self._readers = {rank for rank, (sources, _) in enumerate(answers) if self._duty.rank in sources}
@@ -181,13 +177,12 @@ class Exchange:
             if block.rank == self._duty.rank:
                 copies.append((place, self._tensor(block.index)))
                 continue
-            if (memory := self._memory_of(block, place.dtype)) is not None:
-                copies.append((place, memory))
-                continue
-            into = place if place.is_contiguous() else torch.empty_like(place, memory_format=torch.contiguous_format)
+            if (into := self._memory_of(block, place.dtype)) is None:
+                dense = torch.contiguous_format
+                into = place if place.is_contiguous() else torch.empty_like(place, memory_format=dense)
+                operations.append(self._make_operation(dist.irecv, _raw_bytes(into), block.rank))
             if into is not place:
                 copies.append((place, into))
-            operations.append(self._make_operation(dist.irecv, _raw_bytes(into), block.rank))
         return whole
 
     def _joined_tensor(self, entry: Entry, operations: list[Any]) -> JoinedTensor:
@@ -210,8 +205,7 @@ class Exchange:
         if block.rank not in self._sources:
             return None
         memory, offsets = self._sources[block.rank]
-        place = next(offsets)
-        if place is None:
+        if (place := next(offsets)) is None:
             return None
         size = math.prod(block.sizes) * dtype.itemsize
         return memory[place.buffer][place.offset : place.offset + size].view(dtype).view(block.sizes)
@@ -228,11 +222,8 @@ def copy_blocks(copies: list[Copy]) -> None:
 
 def _devices_of(group: Any) -> set[str]:
     # gloo also registers itself for CUDA, but can send only tensors in host memory.
-    return {
-        device.type
-        for device in group._device_types
-        if device.type == "cpu" or group._get_backend(device).name() != "gloo"
-    }
+    devices = group._device_types
+    return {one.type for one in devices if one.type == "cpu" or group._get_backend(one).name() != "gloo"}
 
 
 def _place_of(whole: torch.Tensor, block: Block) -> torch.Tensor:

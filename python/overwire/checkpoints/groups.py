@@ -70,8 +70,7 @@ def group_of_save(checkpoint: str, writers_group: Any, own_groups: list[OwnGroup
     writer's group if it has all ranks. Otherwise the save gets a gloo group, which is added to own_groups. Raises
     IOFailure if no such group can be made; torch then sends no messages. checkpoint: the path, the same on all
     ranks."""
-    wrapper = _wrapper_of_save()
-    if wrapper is None:
+    if (wrapper := _wrapper_of_save()) is None:
         return None
     try:
         size = dist.get_world_size() if wrapper.use_dist else 1
@@ -144,10 +143,9 @@ def _make_group(name: str) -> Any:
         c10d._world.pg_group_ranks[made] = {rank: rank for rank in ranks}
         c10d._set_pg_timeout(c10d.default_pg_timeout, made)
     except (RuntimeError, ValueError, TypeError, AttributeError) as error:
-        raise IOFailure(
-            f"overwire: CheckpointWriter: the ranks cannot create a gloo group: {error}: pass dcp.async_save a"
-            " process_group that training does not use"
-        ) from error
+        why = f"the ranks cannot create a gloo group: {error}"
+        todo = "pass dcp.async_save a process_group that training does not use"
+        raise IOFailure(f"overwire: CheckpointWriter: {why}: {todo}") from error
     return made
 
 

@@ -71,19 +71,10 @@ class Manifest(NamedTuple):
 
 def encode(manifest: Manifest) -> bytes:
     """Returns the text of the file. Raises NotSupportedError if it is longer than `decode` accepts."""
-    text = json.dumps(
-        {
-            "format": _FORMAT,
-            "version": 2,
-            "save": manifest.save,
-            "parts": [{"prefix": part.prefix, "files": list(part.files)} for part in manifest.parts],
-            "bytes": sorted(manifest.bytes),
-            "dtypes": manifest.dtypes,
-            "paths": manifest.paths,
-        },
-        ensure_ascii=True,
-        indent=0,
-    ).encode()
+    parts = [{"prefix": part.prefix, "files": list(part.files)} for part in manifest.parts]
+    document = {"format": _FORMAT, "version": 2, "save": manifest.save, "parts": parts}
+    document |= {"bytes": sorted(manifest.bytes), "dtypes": manifest.dtypes, "paths": manifest.paths}
+    text = json.dumps(document, ensure_ascii=True, indent=0).encode()
     if len(text) > LIMIT:
         raise NotSupportedError(f"overwire: {NAME}: it would have {len(text)} bytes: expected {LIMIT} or fewer")
     return text
@@ -93,19 +84,15 @@ def paths_of(planner_data: Any) -> dict[str, Path] | None:
     """Returns the paths from torch's planner, after checking them. Raises NotSupportedError for other planner data."""
     if planner_data is None:
         return None
+    limit = "only paths of names can be stored"
     if not isinstance(planner_data, dict):
-        raise NotSupportedError(
-            f"overwire: the planner's data is a {type(planner_data).__name__}: only paths of names can be stored"
-        )
+        raise NotSupportedError(f"overwire: the planner's data is a {type(planner_data).__name__}: {limit}")
     for name, path in planner_data.items():
         if not isinstance(name, str) or not _is_path(path, tuple):
-            raise NotSupportedError(
-                f"overwire: the planner's data for {name!r} is {path!r:.200}: only paths of names can be stored"
-            )
+            raise NotSupportedError(f"overwire: the planner's data for {name!r} is {path!r:.200}: {limit}")
     if not _are_dense(planner_data):
-        raise NotSupportedError(
-            "overwire: the state has a list, or integer keys, with far larger indices than it has entries"
-        )
+        text = "overwire: the state has a list, or integer keys, with far larger indices than it has entries"
+        raise NotSupportedError(text)
     return planner_data
 
 
@@ -166,14 +153,11 @@ def decode(text: bytes, source: str) -> Manifest:
 
 
 def _decode_part(one: Any, bad: Any) -> Part:
-    if (
-        not isinstance(one, dict)
-        or set(one) != {"prefix", "files"}
-        or not isinstance(one["prefix"], str)
-        or _has_lone_surrogate(one["prefix"])
-    ):
+    if not isinstance(one, dict) or set(one) != {"prefix", "files"}:
         raise bad("parts: expected a prefix and files")
-    files = one["files"]
+    prefix, files = one["prefix"], one["files"]
+    if not isinstance(prefix, str) or _has_lone_surrogate(prefix):
+        raise bad("parts: expected a prefix and files")
     if not isinstance(files, list) or not files:
         raise bad("parts: expected files")
     for file in files:
@@ -181,7 +165,7 @@ def _decode_part(one: Any, bad: Any) -> Part:
             raise bad(f"{file!r:.100} is not a valid name for a file of a checkpoint")
     if len({file.startswith(TRAINING) for file in files}) != 1:
         raise bad(f"a part has files both inside and outside of {TRAINING}/")
-    return Part(one["prefix"], tuple(files))
+    return Part(prefix, tuple(files))
 
 
 def _is_path(path: Any, kind: type[Any]) -> bool:

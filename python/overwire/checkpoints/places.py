@@ -172,11 +172,9 @@ class Place:
         try:
             with classed_errors(self.path, "publish"):
                 for file in files:
-                    if not os.path.isfile(self.path_of(file)):
-                        raise IOFailure(
-                            f"overwire: {self.path_of(file)} does not exist: all ranks must write to one file system",
-                            source=self.path,
-                        )
+                    if not os.path.isfile(path := self.path_of(file)):
+                        why = f"{path} does not exist: all ranks must write to one file system"
+                        raise IOFailure(f"overwire: {why}", source=self.path)
                 for folder in sorted({os.path.dirname(self.path_of(file)) for file in files}, reverse=True):
                     _sync_folder(folder)
                 replaces = self._has_checkpoint()
@@ -213,9 +211,8 @@ class Place:
         # its name.
         after = _states_below(self._partial)
         if changed := sorted(file for file in before.keys() | after.keys() if before.get(file) != after.get(file)):
-            raise self._error_at(
-                f"{changed[0]!r} was written during this save, and would be removed: move it, or save elsewhere"
-            )
+            why = "was written during this save, and would be removed: move it, or save elsewhere"
+            raise self._error_at(f"{changed[0]!r} {why}")
 
     def _take_back(self, state: os.stat_result) -> None:
         # Looks for the new folder, because a rename may have taken place although it returned an error. In that case
@@ -251,9 +248,8 @@ class Place:
             manifest = decode(read_bytes(f"{self._target}/{NAME}", LIMIT), f"{self._target}/{NAME}")
             own_files = {NAME, INDEX, f"{TRAINING}/{INDEX}", *(file for part in manifest.parts for file in part.files)}
             if strange := sorted(set(_entries_below(self._target)) - own_files):
-                raise self._error_at(
-                    f"the folder also has {strange[0]!r}, which would be removed: move it, or save to another name"
-                )
+                why = f"the folder also has {strange[0]!r}, which would be removed"
+                raise self._error_at(f"{why}: move it, or save to another name")
             return True
 
     def _empty_leftovers(self) -> list[str]:
@@ -311,9 +307,8 @@ def read_manifest(path: str, options: Mapping[str, object] | None) -> Manifest:
     try:
         return decode(read_bytes(source, LIMIT, storage_options=options), source)
     except NotFoundError:
-        raise NotFoundError(
-            f"overwire: {path}: no complete overwire checkpoint exists (no {NAME})", source=path
-        ) from None
+        text = f"overwire: {path}: no complete overwire checkpoint exists (no {NAME})"
+        raise NotFoundError(text, source=path) from None
 
 
 def state_of(path: str, options: Mapping[str, object] | None) -> Any:

@@ -113,11 +113,9 @@ class CheckpointReader(Located, StorageReader):
     def _refuse_other_saves(self, manifest: Manifest, file: Any) -> None:
         for one in file._live_model().info():
             if (one["metadata"] or {}).get(SAVE, "") != manifest.save:
-                raise CorruptError(
-                    f"overwire: {one['uri']} is from a different save than the {NAME} next to it: the checkpoint was "
-                    f"replaced while it was opened, or files of two saves were mixed: load again",
-                    source=one["uri"],
-                )
+                why = "the checkpoint was replaced while it was opened, or files of two saves were mixed: load again"
+                text = f"overwire: {one['uri']} is from a different save than the {NAME} next to it: {why}"
+                raise CorruptError(text, source=one["uri"])
 
     def _error_of(self, kind: type[OverwireError], tensor: str, why: str) -> OverwireError:
         return kind(f"overwire: {self._path}: {why}", source=self._path, tensor=tensor)
@@ -261,8 +259,8 @@ class CheckpointReader(Located, StorageReader):
 
     def _find_tensor(self, fqn: str) -> tuple[int, str]:
         for at, (prefix, file) in enumerate(self._files):
-            if fqn.startswith(prefix) and fqn[len(prefix) :] in file:
-                return at, fqn[len(prefix) :]
+            if fqn.startswith(prefix) and (name := fqn.removeprefix(prefix)) in file:
+                return at, name
         raise self._error_of(TensorNotFoundError, fqn, f"no tensor {fqn!r}")
 
     def _check_entry(self, at: int, name: str, fqn: str) -> io.BytesIO:

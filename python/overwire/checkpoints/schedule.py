@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -94,13 +94,10 @@ def schedule(plans: Sequence[SavePlan], model: str, most: int, save: str, mark: 
         elif is_bytes(entry.dtype):
             dtypes[fqn] = str(entry.dtype).removeprefix("torch.")
         below = (paths or {}).get(fqn, ())
-        training = (
-            entry.dtype is None
-            or has_model_paths
-            and not (len(below) > 1 and below[0] == model and fqn.startswith(prefix))
-        )
+        in_model = not has_model_paths or len(below) > 1 and below[0] == model and fqn.startswith(prefix)
+        training = entry.dtype is None or not in_model
         if has_model_paths and not training:
-            entry = Entry(fqn.removeprefix(prefix), *(getattr(entry, key) for key in ("dtype", "shape", "blocks")))
+            entry = replace(entry, name=fqn.removeprefix(prefix))
         holders = sorted({block.rank for block in entry.blocks})
         owner = holders[0] if len(holders) == 1 else min(range(len(plans)), key=lambda rank: (load[rank], rank))
         load[owner] += size
@@ -118,9 +115,7 @@ def schedule(plans: Sequence[SavePlan], model: str, most: int, save: str, mark: 
         if files:
             parts.append(Part(prefix if has_model_paths and not training else "", tuple(files)))
     _fill_rounds(duties)
-    for duty in duties:
-        if duty.rank == 0:
-            duty.manifest = Manifest(tuple(parts), frozenset(entries), paths, save, dtypes)
+    duties[0].manifest = Manifest(tuple(parts), frozenset(entries), paths, save, dtypes)
     return duties
 
 
@@ -144,13 +139,10 @@ def _make_entry(fqn: str, items: list[tuple[int, WriteItem]]) -> tuple[int, Entr
     dtype, shape = first.tensor_data.properties.dtype, tuple(first.tensor_data.size)
     blocks: dict[tuple[int, ...], Block] = {}
     for rank, item in items:
-        if (
-            item.tensor_data is None
-            or tuple(item.tensor_data.size) != shape
-            or item.tensor_data.properties.dtype != dtype
-        ):
+        data = item.tensor_data
+        if data is None or tuple(data.size) != shape or data.properties.dtype != dtype:
             raise NotSupportedError(f"overwire: {fqn!r} differs between ranks {items[0][0]} and {rank}", tensor=fqn)
-        chunk = item.tensor_data.chunk
+        chunk = data.chunk
         if math.prod(chunk.sizes) or not math.prod(shape):
             blocks.setdefault(tuple(chunk.offsets), Block(rank, item.index, tuple(chunk.offsets), tuple(chunk.sizes)))
     if not math.prod(shape):
@@ -159,9 +151,8 @@ def _make_entry(fqn: str, items: list[tuple[int, WriteItem]]) -> tuple[int, Entr
         raise CorruptError(f"overwire: the ranks' blocks of {fqn!r} overlap or do not cover it", tensor=fqn)
     for block in blocks.values():
         if any(at < 0 or at + n > size for at, n, size in zip(block.offsets, block.sizes, shape, strict=True)):
-            raise CorruptError(
-                f"overwire: rank {block.rank} has a block of {fqn!r} outside of its shape {list(shape)}", tensor=fqn
-            )
+            text = f"overwire: rank {block.rank} has a block of {fqn!r} outside of its shape {list(shape)}"
+            raise CorruptError(text, tensor=fqn)
     return math.prod(shape) * dtype.itemsize, Entry(fqn, dtype, shape, tuple(blocks.values()))
 
 

@@ -157,8 +157,7 @@ class _Copying:
         self._ends[pinned] += _room_of(tensor)
         place = self.buffers[pinned].memory[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
         if pinned:
-            stream = self._streams.get(tensor.device)
-            if stream is None:
+            if (stream := self._streams.get(tensor.device)) is None:
                 stream = self._streams[tensor.device] = torch.cuda.Stream(tensor.device)  # type: ignore[no-untyped-call]
                 stream.wait_stream(torch.cuda.current_stream(tensor.device))
             with torch.cuda.stream(stream):

@@ -118,10 +118,8 @@ class CheckpointWriter(Located, StorageWriter):
         if self._path is None:
             raise ArgumentError("overwire: CheckpointWriter: expected a path or a checkpoint_id")
         if not kwargs.get("use_collectives", True):
-            raise NotSupportedError(
-                "overwire: CheckpointWriter: use_collectives=False is not supported, because all ranks write one "
-                "checkpoint"
-            )
+            why = "use_collectives=False is not supported, because all ranks write one checkpoint"
+            raise NotSupportedError(f"overwire: CheckpointWriter: {why}")
         self._place = Place(self._path, self._options, self._overwrite)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
@@ -141,9 +139,8 @@ class CheckpointWriter(Located, StorageWriter):
         # Planners with enable_plan_caching send an unchanged plan only once.
         if any(not getattr(plan, "usable", True) for plan in plans):
             if len(self._plans) != len(plans):
-                raise NotSupportedError(
-                    "overwire: a planner with enable_plan_caching needs the same CheckpointWriter for all its saves"
-                )
+                text = "a planner with enable_plan_caching needs the same CheckpointWriter for all its saves"
+                raise NotSupportedError(f"overwire: {text}")
             plans = [plan if plan.usable else old for plan, old in zip(plans, self._plans, strict=True)]
         self._plans = plans
         return plans
@@ -184,10 +181,9 @@ class CheckpointWriter(Located, StorageWriter):
     def _take_group(self, duty: Duty) -> Any:
         group, self._group_of_save = self._group or self._group_of_save, None
         if group is None and duty.ranks > 1 and is_next_to_training():
-            raise NotSupportedError(
-                "overwire: CheckpointWriter: this save runs next to training, and torch.distributed.checkpoint did not"
-                " start it: pass a process_group= that training does not use"
-            )
+            why = "this save runs next to training, and torch.distributed.checkpoint did not start it"
+            todo = "pass a process_group= that training does not use"
+            raise NotSupportedError(f"overwire: CheckpointWriter: {why}: {todo}")
         return group
 
     def _write_step(self, step: Round, tensors: dict[str, Gathered], copies: list[Copy]) -> list[WriteResult]:
@@ -199,10 +195,9 @@ class CheckpointWriter(Located, StorageWriter):
         metadata = {"format": "pt", SAVE: self._place.save}
         report = save_file(cast(dict[str, TensorLike], tensors), self._place.make(step.file), metadata, **self._how)
         sizes = [report.bytes_out] + [0] * len(step.entries)  # the first entry counts for the whole file
-        return [
-            WriteResult(entry.blocks[0].index, size, {"name": entry.name, "file": step.file})
-            for entry, size in zip(step.entries, sizes, strict=False)
-        ]
+        files = [{"name": entry.name, "file": step.file} for entry in step.entries]
+        indices = [entry.blocks[0].index for entry in step.entries]
+        return list(map(WriteResult, indices, sizes, files))
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Publishes the checkpoint. torch calls this on the coordinator."""
@@ -252,10 +247,7 @@ def _as_bytes(tensor: Gathered, name: str) -> Gathered:
 def _tensor_of(planner: SavePlanner, item: WriteItem) -> torch.Tensor:
     value = planner.resolve_data(item)
     if not isinstance(value, torch.Tensor):
-        raise NotSupportedError(
-            f"overwire: {item.index.fqn!r}: expected a tensor from the planner, got a {type(value).__name__}",
-            tensor=item.index.fqn,
-        )
+        raise _kind_error(item, "a tensor", value)
     check_memory(value, f"overwire: CheckpointWriter: {item.index.fqn!r}", item.index.fqn)
     return value.detach()
 
@@ -263,12 +255,11 @@ def _tensor_of(planner: SavePlanner, item: WriteItem) -> torch.Tensor:
 def _bytes_of(planner: SavePlanner, item: WriteItem) -> torch.Tensor:
     value = planner.resolve_data(item)
     if not isinstance(value, io.BytesIO):
-        raise NotSupportedError(
-            f"overwire: {item.index.fqn!r}: expected bytes from the planner, got a {type(value).__name__}",
-            tensor=item.index.fqn,
-        )
-    return (
-        torch.frombuffer(bytearray(value.getbuffer()), dtype=torch.uint8)
-        if value.getbuffer().nbytes
-        else torch.empty(0, dtype=torch.uint8)
-    )
+        raise _kind_error(item, "bytes", value)
+    content = bytearray(value.getbuffer())
+    return torch.frombuffer(content, dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
+
+
+def _kind_error(item: WriteItem, expected: str, value: Any) -> NotSupportedError:
+    fqn, kind = item.index.fqn, type(value).__name__
+    return NotSupportedError(f"overwire: {fqn!r}: expected {expected} from the planner, got a {kind}", tensor=fqn)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from .. import _engine
@@ -153,9 +154,8 @@ class BlockLoad:
             needs = b"".join(self._number_rows(self._requests[rank], local) for local, rank in enumerate(members.local))
             wants = Wants(sorted(set(array("q", needs)[0::_WORDS])), needs)
             try:
-                for _ in load.land_requests(
-                    wants, lambda: self._number_rows(self._blocks.requests), members.agree, meanwhile=meanwhile
-                ):
+                own = partial(self._number_rows, self._blocks.requests)
+                for _ in load.land_requests(wants, own, members.agree, meanwhile=meanwhile):
                     pass
             except Unmapped as reason:
                 return str(reason).removeprefix("overwire: ")

@@ -53,11 +53,9 @@ class Cutting(NamedTuple):
 
     def shape(self, task: CutTensor, rank: int | None = None) -> tuple[int, ...]:
         """Returns the shape of a rank's slice of a tensor. rank: None means this rank."""
-        return (
-            task.shape
-            if task.dim is None
-            else _slice_shape(task.shape, task.dim, self.ranks, self.rank if rank is None else rank)
-        )
+        if task.dim is None:
+            return task.shape
+        return _slice_shape(task.shape, task.dim, self.ranks, self.rank if rank is None else rank)
 
     def block(self, task: CutTensor, rank: int | None = None) -> tuple[int, int, int, int]:
         """Returns the ranges of dimensions 0 and 1 that the engine reads for a rank. rank: None means this rank."""
@@ -73,9 +71,8 @@ class Cutting(NamedTuple):
         if self.block(task) == ALL:
             return task.row
         shape = self.shape(task)
-        return task.row._replace(
-            shape=shape, nbytes=task.row.nbytes * math.prod(shape) // max(1, math.prod(task.shape))
-        )
+        nbytes = task.row.nbytes * math.prod(shape) // max(1, math.prod(task.shape))
+        return task.row._replace(shape=shape, nbytes=nbytes)
 
     def lands_whole(self, task: CutTensor) -> bool:
         """Returns whether the engine reads exactly this rank's slice, so that nothing is sliced afterwards."""

@@ -126,8 +126,7 @@ class Members:
         parent owns the connections."""
         if forked():
             raise errors.forked()
-        group = self._group()
-        if group is None:
+        if (group := self._group()) is None:
             raise IOFailure("overwire: group: the process group has been destroyed")
         return group
 
@@ -167,9 +166,8 @@ class Members:
         error = failure.error
         self._limit_wait(error, math.inf)
         self._post_failed(error)
-        every = self._gather_objects(
-            ((_pickle_error(error), _severity_of_error(error, error is not step.halt)), result, secrets.token_hex(8))
-        )
+        fault = _pickle_error(error), _severity_of_error(error, error is not step.halt)
+        every = self._gather_objects((fault, result, secrets.token_hex(8)))
         step.agreed += 1
         step.token = step.token or every[0][2]
         self._raise_heaviest([fault for fault, _, _ in every], error)
@@ -285,10 +283,8 @@ class Members:
         if forked():
             raise errors.forked()
         if step.broken:
-            raise IOFailure(
-                f"overwire: group: it cannot be used any more, because its ranks are out of step after an error: "
-                f"{step.broken}: create a new group"
-            )
+            why = f"its ranks are out of step after an error: {step.broken}: create a new group"
+            raise IOFailure(f"overwire: group: it cannot be used any more, because {why}")
         step.known = step.halt = step.interrupt = None
         step.depth += 1
         return step.number
@@ -310,9 +306,8 @@ class Members:
             if step.known is error:
                 return
         step.broken = step.broken or f"{type(error).__name__} on rank {self.rank}"
-        self._write_store(
-            f"{step.token}/left" if step.token else "left", pickle.dumps((self.rank, _pickle_error(error), time.time()))
-        )
+        key = f"{step.token}/left" if step.token else "left"
+        self._write_store(key, pickle.dumps((self.rank, _pickle_error(error), time.time())))
 
     def end_verb(self) -> None:
         """Ends a call. Raises an interrupt that came after the last agreement. Forgets errors when the outermost call
@@ -490,8 +485,7 @@ def members_of(group: Any) -> Members:
         raise ArgumentError(f"overwire: group: expected a torch.distributed process group, got {type(group).__name__}")
     if is_of_parent(group):
         raise ForkedError("overwire: group: it belongs to the parent of this forked process: create a new group")
-    members = _members.get(group)
-    if members is None:
+    if (members := _members.get(group)) is None:
         members = _members[group] = Members(group)
     return members
 

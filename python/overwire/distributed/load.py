@@ -166,10 +166,8 @@ class GroupLoad:
         once per group."""
         self._members.unreachable = reason.removeprefix("overwire: ")
         self.carrier = "collective" if self.link and setting != "none" else "none"
-        log.warning(
-            "overwire: ranks exchange bytes through torch.distributed, because they cannot map each other's memory: %s",
-            self._members.unreachable,
-        )
+        text = "overwire: ranks exchange bytes through torch.distributed, because they cannot map each other's memory"
+        log.warning("%s: %s", text, self._members.unreachable)
 
     def land_requests(
         self,
@@ -215,9 +213,8 @@ class GroupLoad:
         if not self._buffers:
             import torch
 
-            self._buffers += [
-                torch.empty(request["size"], dtype=torch.uint8, device=self.link) for _ in range(COLLECTIVE_BUFFERS)
-            ]
+            for _ in range(COLLECTIVE_BUFFERS):
+                self._buffers.append(torch.empty(request["size"], dtype=torch.uint8, device=self.link))
         request["ring"] = [buffer.data_ptr() for buffer in self._buffers]
         engine.start_job(request, self._models)
 
@@ -231,15 +228,8 @@ class GroupLoad:
             used_on(device)
             stream = stream_of(device)
         size = share_of_rank(len(ranks), share) * len(ranks)
-        own = ranks.index(self._members.rank)
-        return {
-            "tensors": list(wants.tensors),
-            "size": size,
-            "ranks": len(ranks),
-            "rank": own,
-            "device": device,
-            "stream": stream,
-        }
+        own: RelayRequest = {"rank": ranks.index(self._members.rank), "device": device, "stream": stream}
+        return {"tensors": list(wants.tensors), "size": size, "ranks": len(ranks), **own}
 
 
 class _Relay:

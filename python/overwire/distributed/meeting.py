@@ -68,9 +68,8 @@ def meet(
     for what, value in first["alike"].items():
         for rank, one in enumerate(reports):
             if one["alike"].get(what) != value:
-                members.raise_alike(
-                    ArgumentError(f"overwire: group: {what} differs between ranks 0 and {rank}", source=source)
-                )
+                text = f"overwire: group: {what} differs between ranks 0 and {rank}"
+                members.raise_alike(ArgumentError(text, source=source))
     if comparable(reports) and (error := _difference_of(reports)) is not None:
         members.raise_alike(error)
     members.note_hosts([one["host"] for one in reports])

@@ -70,9 +70,8 @@ def open_load(
 
     def open_and_describe() -> dict[str, Any]:
         if opens.get("read") is not None:
-            raise ArgumentError(
-                "overwire: read: it cannot be combined with group: set OVERWIRE_READ on all ranks instead"
-            )
+            why = "it cannot be combined with group: set OVERWIRE_READ on all ranks instead"
+            raise ArgumentError(f"overwire: read: {why}")
         loads.append(TensorLoad(members, target, progress, source, opens, shard, (budget, unmapped_budget)))
         if choose is not None:
             loads[0].positions = list(choose(loads[0]))
@@ -149,9 +148,8 @@ class TensorLoad:
         elif callable(shard):
             dims_by_place = [(at, shard(row[0], torch_shape(*row[1:3]))) for at, row in enumerate(model.table)]
         else:
-            raise ArgumentError(
-                f"overwire: shard: expected a dict of name to dimension, or a callable, got {type(shard).__name__}"
-            )
+            kind = type(shard).__name__
+            raise ArgumentError(f"overwire: shard: expected a dict of name to dimension, or a callable, got {kind}")
         for at, dim in dims_by_place:
             if dim is None:
                 continue
@@ -182,18 +180,12 @@ class TensorLoad:
         bitmap = bytearray(-(-len(self.model.table) // 8))
         for at in self.positions:
             bitmap[at >> 3] |= 1 << (at & 7)
-        return {
-            "alike": {
-                "tensors": table.digest(),
-                "shard": hashlib.sha256(repr(sorted(self._dims.items())).encode()).digest(),
-                "dtype": str(self._dtype),
-                "device": self.model.device.partition(":")[0],
-            },
-            "wants": bytes(bitmap),
-            "opened": describe_open_files([self.model]),
-            **self._load.describe_files(),
-            "budgets": (self._budget, self._unmapped_budget),
-        }
+        shard = hashlib.sha256(repr(sorted(self._dims.items())).encode())
+        alike = {"tensors": table.digest(), "shard": shard.digest(), "dtype": str(self._dtype)}
+        alike["device"] = self.model.device.partition(":")[0]
+        needs: dict[str, Any] = {"wants": bytes(bitmap), "budgets": (self._budget, self._unmapped_budget)}
+        needs["opened"] = describe_open_files([self.model])
+        return {"alike": alike, **needs, **self._load.describe_files()}
 
     def apply_reports(self, reports: list[dict[str, Any]]) -> None:
         """Chooses the transport and the budgets. Call it once, before other steps. Not collective. All ranks have the
@@ -314,9 +306,7 @@ class TensorLoad:
     def _needs_of_host(self, window: list[int]) -> Wants:
         # Returns the blocks that each rank of this host needs.
         local = self._members.local
-        if all(self._is_wanted(rank, at) for rank in local for at in window) and not any(
-            at in self._dims for at in window
-        ):
+        if self._dims.keys().isdisjoint(window) and all(self._is_wanted(one, at) for one in local for at in window):
             return Wants(window)
         tasks = [self.cut_tensor(at) for at in window]
         kinds = {(task.row.dtype, task.shape, task.dim): task for task in tasks}  # few: layers have equal shapes
@@ -383,10 +373,8 @@ class TensorLoad:
         # Raises OutOfMemoryError if a single tensor exceeds the budget. most: the budget, or 0 for none.
         for at in positions if most else ():
             if (size := self._largest_size(at)) > most:
-                name = self.model.table[at][0]
-                text = (
-                    f"overwire: {self.model.uris[0]} tensor {name!r}: it takes {size} bytes, but max_memory is {most}"
-                )
+                name, uri = self.model.table[at][0], self.model.uris[0]
+                text = f"overwire: {uri} tensor {name!r}: it takes {size} bytes, but max_memory is {most}"
                 raise OutOfMemoryError(text, asked=size, free=most, total=most, tensor=name)
 
     def _windows_of(self, positions: list[int], most: int) -> list[list[int]]:
