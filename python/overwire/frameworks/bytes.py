@@ -34,6 +34,5 @@ class BytesFrame(Frame):
         raise ArgumentError("overwire: dtype: framework='bytes' does not cast: load with framework='pt' or 'np'")
 
     def index(self, tensor: Any, index: tuple[Any, ...], dtype: str) -> Any:
-        raise NotSupportedError(
-            "overwire: slice: bytes can only be sliced by whole rows of the first two dimensions, without a step"
-        )
+        why = "bytes can only be sliced by whole rows of the first two dimensions, without a step"
+        raise NotSupportedError(f"overwire: slice: {why}")

@@ -36,9 +36,8 @@ def _find_frame(name: str) -> Frame:
         if name != "bytes":
             import_module(name)
             if imported(name) is None:  # a signal handler interrupted the import
-                raise MissingPackageError(
-                    f"overwire: framework {name!r}: this thread is still importing {name}: call overwire after that"
-                )
+                why = f"this thread is still importing {name}: call overwire after that"
+                raise MissingPackageError(f"overwire: framework {name!r}: {why}")
         with Undisturbed():
             if name == "torch":
                 from .torch import TorchFrame
@@ -52,10 +51,8 @@ def _find_frame(name: str) -> Frame:
 
             return NumpyFrame()
     except ImportError as error:
-        raise MissingPackageError(
-            f"overwire: framework {name!r} needs the package {name}: pip install {name}; loads to the host with "
-            "framework='bytes' need no package"
-        ) from error
+        text = f"overwire: framework {name!r} needs the package {name}: pip install {name}"
+        raise MissingPackageError(f"{text}; loads to the host with framework='bytes' need no package") from error
 
 
 def frame_of(tensor: Any) -> Frame:
@@ -96,10 +93,8 @@ def check_dtype(frame: Frame, dtype: Any) -> Any:
         return None
     frame_dtype = frame.dtype(dtype)
     if not frame.floating(frame_dtype):
-        raise ArgumentError(
-            f"overwire: dtype {dtype!r}: floating tensors can only be cast to floating types ('bfloat16', 'F32'); "
-            "load without dtype= and convert the tensors"
-        )
+        why = "floating tensors can only be cast to floating types ('bfloat16', 'F32')"
+        raise ArgumentError(f"overwire: dtype {dtype!r}: {why}; load without dtype= and convert the tensors")
     return frame_dtype
 
 
@@ -127,15 +122,12 @@ def check_device(device: Any, frame: Frame | None = None) -> str:
     number = device_number(device)
     if number == HOST:
         return "cpu"
-    if frame is None:
-        raise NotSupportedError(
-            f"overwire: device {device!r}: this function only loads to the host; move the tensors with .to()"
-        )
-    if frame.name != "torch":
-        raise NotSupportedError(
-            f"overwire: device {device!r}: {frame.name} arrays cannot be on a GPU; load with framework='pt'"
-        )
-    return _name_gpu(number)
+    if frame is not None and frame.name == "torch":
+        return _name_gpu(number)
+    why = "this function only loads to the host; move the tensors with .to()"
+    if frame is not None:
+        why = f"{frame.name} arrays cannot be on a GPU; load with framework='pt'"
+    raise NotSupportedError(f"overwire: device {device!r}: {why}")
 
 
 def _name_gpu(number: int) -> str:

@@ -129,11 +129,8 @@ def check_empty(dtype: str, shape: tuple[int, ...], name: str | None = None) -> 
     """
     if nbytes(dtype, tuple(d for d in shape if d)) >= 1 << 63:
         what = "" if name is None else f"tensor {name!r}: "
-        raise NotSupportedError(
-            f"overwire: {what}shape {list(shape)} of {dtype}: the product of its other dimensions overflows; only "
-            f"framework='bytes' supports it",
-            tensor=name,
-        )
+        why = "the product of its other dimensions overflows; only framework='bytes' supports it"
+        raise NotSupportedError(f"overwire: {what}shape {list(shape)} of {dtype}: {why}", tensor=name)
 
 
 def overlaps_itself(shape: Sequence[int], strides: Sequence[int]) -> bool:

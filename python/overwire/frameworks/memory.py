@@ -42,14 +42,9 @@ def address_of(tensor: Any) -> int:
 def is_ready(tensor: Any) -> bool:
     """Returns whether a tensor is dense and has its own memory. Such a tensor can be written to without further
     checks."""
-    return (
-        type(tensor) in PLAIN
-        and tensor.layout is torch.strided
-        and not tensor.is_quantized
-        and address_of(tensor) != 0
-        and tensor.is_contiguous()
-        and fits_storage(tensor)
-    )
+    if type(tensor) not in PLAIN or tensor.layout is not torch.strided or tensor.is_quantized:
+        return False
+    return address_of(tensor) != 0 and tensor.is_contiguous() and fits_storage(tensor)
 
 
 def fits_storage(tensor: Any) -> bool:
@@ -116,9 +111,8 @@ def check_memory(tensor: Any, where: str, name: str | None = None) -> None:
 def users_of(tensor: Any) -> int:
     """Counts the tensors and other objects that use a tensor's storage. Only differences between counts matter."""
     if _count_users is None:
-        raise NotSupportedError(
-            f"overwire: torch {torch.__version__} cannot count the users of a storage: install another version"
-        )
+        text = f"torch {torch.__version__} cannot count the users of a storage: install another version"
+        raise NotSupportedError(f"overwire: {text}")
     storage = tensor.untyped_storage()
     return int(_count_users(storage._cdata)) + sys.getrefcount(storage)  # Python's storage object counts once
 
@@ -147,9 +141,8 @@ def check_writable(tensor: Any, where: str, name: str | None = None) -> None:
     if tensor.dtype in _UNWRITTEN:
         raise NotSupportedError(f"{where}: torch cannot copy into a {tensor.dtype} tensor", tensor=name)
     if not tensor.is_contiguous() and overlaps_itself(tensor.shape, tensor.stride()):
-        raise ArgumentError(
-            f"{where}: its elements share memory, as after `expand`: pass a contiguous copy", tensor=name
-        )
+        text = f"{where}: its elements share memory, as after `expand`: pass a contiguous copy"
+        raise ArgumentError(text, tensor=name)
 
 
 def write(tensor: Any, values: Any) -> None:
@@ -211,18 +204,14 @@ def local_part(tensor: Any, where: str, name: str | None = None) -> tuple[Any, t
     """
     if type(tensor) in PLAIN or not is_distributed(tensor):
         return None
-    coordinate = tensor.device_mesh.get_coordinate()
-    ranges = (
-        None
-        if coordinate is None
-        else _ranges_of_rank(tuple(tensor.shape), tensor.device_mesh.shape, coordinate, tensor.placements)
-    )
+    mesh, ranges = tensor.device_mesh, None
+    if (coordinate := mesh.get_coordinate()) is not None:
+        ranges = _ranges_of_rank(tuple(tensor.shape), mesh.shape, coordinate, tensor.placements)
     with torch.no_grad():
         local = tensor.to_local()
     if ranges is None or tuple(high - low for low, high in ranges) != tuple(local.shape):
         placements = ", ".join(map(str, tensor.placements))
-        mesh = list(tensor.device_mesh.shape)
-        text = f"{where}: a DTensor placed as ({placements}) on a mesh of {mesh} has no block on this rank"
+        text = f"{where}: a DTensor placed as ({placements}) on a mesh of {list(mesh.shape)} has no block on this rank"
         raise NotSupportedError(text, tensor=name)
     check_memory(local, where, name)
     return local, ranges
@@ -242,9 +231,8 @@ def _ranges_of_rank(
             continue
         if kinds[axis] not in ("Shard", "_StridedShard"):
             return None
-        later = [
-            mesh[at] for at in range(axis + 1, len(kinds)) if getattr(placements[at], "dim", None) == placement.dim
-        ]
+        same = [getattr(one, "dim", None) == placement.dim for one in placements]
+        later = [mesh[at] for at in range(axis + 1, len(kinds)) if same[at]]
         if axis in axes and placement.split_factor != math.prod(later):
             return None
         low, high = ranges[placement.dim]

@@ -17,9 +17,8 @@ from .frame import Frame, check_empty
 from .views import Bytes, View
 
 # The types that ml_dtypes provides. All other types are numpy's own.
-_EXTRA = {name: called for name, called in CALLED.items() if called.startswith(("float8", "bfloat16"))} | {
-    "F4": "float4_e2m1fn"
-}
+_EXTRA = {name: called for name, called in CALLED.items() if called.startswith(("float8", "bfloat16"))}
+_EXTRA["F4"] = "float4_e2m1fn"
 _OWN = {name: called for name, called in CALLED.items() if name not in _EXTRA}
 SAVED = {dtype: name for name, dtype in (_OWN | _EXTRA).items()}
 
@@ -44,14 +43,12 @@ def _extra_dtype(name: str) -> np.dtype[Any]:
     try:
         import ml_dtypes
     except ImportError as error:
-        raise MissingPackageError(
-            f"overwire: numpy does not have {name}; the package ml_dtypes adds it: pip install ml_dtypes (or load with "
-            f"framework='pt')"
-        ) from error
+        todo = "pip install ml_dtypes (or load with framework='pt')"
+        text = f"overwire: numpy does not have {name}; the package ml_dtypes adds it: {todo}"
+        raise MissingPackageError(text) from error
     if not hasattr(ml_dtypes, _EXTRA[name]):
-        raise NotSupportedError(
-            f"overwire: this version of ml_dtypes has no {_EXTRA[name]}; install a newer one: pip install -U ml_dtypes"
-        )
+        todo = "install a newer one: pip install -U ml_dtypes"
+        raise NotSupportedError(f"overwire: this version of ml_dtypes has no {_EXTRA[name]}; {todo}")
     dtype: np.dtype[Any] = np.dtype(getattr(ml_dtypes, _EXTRA[name]))
     return dtype
 
@@ -70,11 +67,9 @@ class NumpyFrame(Frame):
         self._kinds = {name: t.str for name, t in self._types.items()}
 
     def _type_of(self, name: str) -> np.dtype[Any]:
-        dtype = self._types.get(name)
-        if dtype is None:
-            dtype = np.dtype(np.uint8) if name.startswith("F6_") else _extra_dtype(name)
-            self._types[name] = dtype
-        return dtype
+        if name not in self._types:
+            self._types[name] = np.dtype(np.uint8) if name.startswith("F6_") else _extra_dtype(name)
+        return self._types[name]
 
     def raw(self, dtypes: Iterable[str]) -> bool:
         for name in dtypes:
@@ -84,8 +79,7 @@ class NumpyFrame(Frame):
     def adopt(self, capsule: Any, pointer: int, dtype: str, shape: tuple[int, ...], device: str = "cpu") -> Any:
         if capsule is None or 0 in shape:
             return self.empty(dtype, shape)
-        kind = self._kinds.get(dtype)
-        if kind is not None:
+        if (kind := self._kinds.get(dtype)) is not None:
             return np.asarray(_Holder(capsule, pointer, kind, shape))
         target = self._type_of(dtype)
         if dtype in PACKED:
@@ -109,9 +103,8 @@ class NumpyFrame(Frame):
         try:
             return np.dtype(_OWN.get(name, name) if isinstance(name, str) else name)
         except TypeError as error:
-            raise ArgumentError(
-                f"overwire: dtype {wanted!r}: expected a numpy dtype, or a name: 'bfloat16', 'float16', 'float8_e4m3fn'"
-            ) from error
+            why = "expected a numpy dtype, or a name: 'bfloat16', 'float16', 'float8_e4m3fn'"
+            raise ArgumentError(f"overwire: dtype {wanted!r}: {why}") from error
 
     def name_of(self, wanted: Any) -> str:
         return SAVED.get(wanted.name, "")
@@ -136,15 +129,10 @@ class NumpyFrame(Frame):
         if name == "F4":
             spec = self.describe(array)
             return View(name, spec.shape, spec.pointer, 1, (spec.nbytes,), (1,), spec.keep)
-        if (
-            array.dtype.kind in "OSUMm"
-            or array.dtype.hasobject
-            or array.dtype.names
-            or array.itemsize not in (1, 2, 4, 8, 16)
-        ):
-            raise NotSupportedError(
-                f"overwire: numpy {array.dtype} arrays are not supported: expected numbers of 1, 2, 4, 8 or 16 bytes"
-            )
+        is_other = array.dtype.kind in "OSUMm" or array.dtype.hasobject or array.dtype.names
+        if is_other or array.itemsize not in (1, 2, 4, 8, 16):
+            why = "expected numbers of 1, 2, 4, 8 or 16 bytes"
+            raise NotSupportedError(f"overwire: numpy {array.dtype} arrays are not supported: {why}")
         if array.dtype.byteorder not in "=|":
             array = array.astype(array.dtype.newbyteorder("="))
         address = array.__array_interface__["data"][0] if array.size else 0
@@ -158,9 +146,8 @@ class NumpyFrame(Frame):
             array = array.astype(array.dtype.newbyteorder("="))
         name = SAVED.get(array.dtype.name)
         if name is None or array.dtype.kind in "OSUMm":
-            raise NotSupportedError(
-                f"overwire: safetensors has no type for numpy {array.dtype} arrays; use save_bundle"
-            )
+            text = f"safetensors has no type for numpy {array.dtype} arrays; use save_bundle"
+            raise NotSupportedError(f"overwire: {text}")
         shape = array.shape
         dense = np.asarray(array, order="C")
         if name == "F4":

@@ -87,9 +87,8 @@ class TensorSpec:
         shape = tuple(self._shape)
         size = nbytes(self._dtype, shape)
         if self._data_len != size:
-            raise ArgumentError(
-                f"overwire: got {self._data_len} bytes for shape {self._shape} of {self._dtype}, expected {size}"
-            )
+            text = f"got {self._data_len} bytes for shape {self._shape} of {self._dtype}, expected {size}"
+            raise ArgumentError(f"overwire: {text}")
         if size and not self._data_ptr:
             raise ArgumentError(f"overwire: {size} bytes of {self._dtype} at address 0: pass the address of the data")
         return Bytes(self._dtype, shape, self._data_ptr if size else 0, size, self)

@@ -31,9 +31,7 @@ from_dlpack: Any = getattr(torch._C, "_from_dlpack", torch.utils.dlpack.from_dlp
 _to_dlpack: Any = getattr(torch.utils.dlpack, "to_dlpack")  # noqa: B009  typed as private
 
 # The dtypes of the installed torch. Older versions lack some.
-_TYPES: dict[str, torch.dtype] = {
-    name: getattr(torch, attribute) for name, attribute in CALLED.items() if hasattr(torch, attribute)
-}
+_TYPES: dict[str, torch.dtype] = {name: getattr(torch, one) for name, one in CALLED.items() if hasattr(torch, one)}
 SAVED = {dtype: name for name, dtype in _TYPES.items()}
 _REAL = frozenset(dtype for dtype in SAVED if not dtype.is_complex)
 
@@ -74,12 +72,8 @@ def _errors_of(device: str, wanted: int = 0) -> Iterator[None]:
     except torch.OutOfMemoryError as error:
         free, total = _free_memory(device)
         room = "" if free is None else f"{free} of {total} are free: "
-        raise OutOfMemoryError(
-            f"overwire: cannot allocate {wanted} bytes of tensors on {device}: {room}{error}",
-            asked=wanted,
-            free=free,
-            total=total,
-        ) from error
+        text = f"overwire: cannot allocate {wanted} bytes of tensors on {device}: {room}{error}"
+        raise OutOfMemoryError(text, asked=wanted, free=free, total=total) from error
     except (RuntimeError, AssertionError) as error:  # no driver, or no such device
         raise DeviceError(f"overwire: device {device!r}: {error}") from error
 
@@ -158,12 +152,9 @@ def _round_sizes(sizes: Iterable[int]) -> int:
 
 def _divides_memory() -> bool:
     """Returns whether torch's allocator caches freed memory and splits it for later allocations."""
-    confs = filter(None, map(os.environ.get, _CONFIGURED))
-    return (
-        torch.cuda.get_allocator_backend() == "native"
-        and not os.environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING")
-        and not any("max_split_size" in conf for conf in confs)
-    )
+    if torch.cuda.get_allocator_backend() != "native" or os.environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING"):
+        return False
+    return not any("max_split_size" in os.environ.get(name, "") for name in _CONFIGURED)
 
 
 def _idle_memory(device: torch.device) -> int:
@@ -253,9 +244,8 @@ def _device_number(device: torch.device) -> int:
     if device.type == "cuda" and torch.version.cuda is not None:
         return int(device.index) + 1
     if device.type != "cpu":
-        raise NotSupportedError(
-            f"overwire: a tensor on {device}: only memory of the CPU and of NVIDIA GPUs can be read"
-        )
+        text = f"overwire: a tensor on {device}: only memory of the CPU and of NVIDIA GPUs can be read"
+        raise NotSupportedError(text)
     return 0
 
 
@@ -385,8 +375,7 @@ class TorchFrame(Frame):
                 if dtype in PACKED:
                     tensors[at] = self.empty(dtype, shape, str(where))
                     continue
-                dense = strides.get(shape)
-                if dense is None:
+                if (dense := strides.get(shape)) is None:
                     dense = strides[shape] = [1] * len(shape)
                     for dim in range(len(shape) - 1, 0, -1):
                         dense[dim - 1] = dense[dim] * max(shape[dim], 1)
@@ -399,10 +388,8 @@ class TorchFrame(Frame):
         try:
             return _TYPES[name]
         except KeyError:
-            raise NotSupportedError(
-                f"overwire: torch {torch.__version__} has no dtype for {name}; install a newer torch, or load with "
-                f"framework='np'"
-            ) from None
+            todo = "install a newer torch, or load with framework='np'"
+            raise NotSupportedError(f"overwire: torch {torch.__version__} has no dtype for {name}; {todo}") from None
 
     def dtype(self, wanted: Any) -> Any:
         if isinstance(wanted, torch.dtype):
@@ -412,9 +399,8 @@ class TorchFrame(Frame):
             dtype = _TYPES.get(name) or getattr(torch, name, None)
             if isinstance(dtype, torch.dtype):
                 return dtype
-        raise ArgumentError(
-            f"overwire: dtype {wanted!r}: expected a torch.dtype, or a name: 'bfloat16', 'float16', 'float8_e4m3fn'"
-        )
+        why = "expected a torch.dtype, or a name: 'bfloat16', 'float16', 'float8_e4m3fn'"
+        raise ArgumentError(f"overwire: dtype {wanted!r}: {why}")
 
     def name_of(self, wanted: Any) -> str:
         return SAVED.get(wanted, "")
@@ -425,8 +411,7 @@ class TorchFrame(Frame):
     def index(self, tensor: Any, index: tuple[Any, ...], dtype: str) -> Any:
         if dtype == "F4":
             # torch cannot index pairs, but it can index bytes, if the index does not divide pairs.
-            pairs = self.index(tensor.view(torch.uint8), index, "U8")
-            return pairs.view(_TYPES["F4"])
+            return self.index(tensor.view(torch.uint8), index, "U8").view(_TYPES["F4"])
         flips, forward, at = [], [], 0
         for entry in index:
             if isinstance(entry, slice) and (entry.step or 1) < 0:
@@ -449,9 +434,8 @@ class TorchFrame(Frame):
 
         check_shape(tensor, "overwire")
         if tensor.layout is not torch.strided or tensor.is_quantized:
-            raise NotSupportedError(
-                f"overwire: sparse and quantized tensors are not supported ({tensor.layout}); pass their parts"
-            )
+            text = f"sparse and quantized tensors are not supported ({tensor.layout}); pass their parts"
+            raise NotSupportedError(f"overwire: {text}")
         check_memory(tensor, "overwire")
         here = self._plain_tensor(tensor) if tensor.is_conj() or tensor.is_neg() else tensor
         cuda = _device_number(here.device)

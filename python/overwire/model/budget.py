@@ -50,12 +50,8 @@ def estimate(
 
 
 def fit(
-    model: Model,
-    frame: Frame,
-    wanted: Any,
-    max_memory: int | str | None,
-    parts: Iterable[tuple[int, int]] | None = None,
+    model: Model, frame: Frame, wanted: Any, most: int | str | None, parts: Iterable[tuple[int, int]] | None = None
 ) -> None:
     """Raises OutOfMemoryError if a load would take more than the budget; see `estimate`."""
-    if max_memory is not None:
-        estimate(model, frame, wanted, parts, max_memory)
+    if most is not None:
+        estimate(model, frame, wanted, parts, most)

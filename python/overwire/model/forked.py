@@ -150,11 +150,9 @@ class ForkedModel(Model):
         self._files = [_open_file(path) for path in self.uris]
         if not _warnings and any(isinstance(file, _CompressedFile) for file in self._files):
             _warnings.append(None)
-            warnings.warn(
-                "overwire: this process was forked after the engine had started, so it decodes compressed files "
-                "slowly, without the engine: use the spawn or forkserver start method",
-                stacklevel=4,  # so that the warning names the caller of the public function
-            )
+            text = "this process was forked after the engine had started, so it decodes compressed files slowly, "
+            text += "without the engine: use the spawn or forkserver start method"
+            warnings.warn(f"overwire: {text}", stacklevel=4)  # names the caller of the public function
         if [one for uri in uris for one in _files_of(uri)] != parts:
             raise errors.CorruptError(f"overwire: open {uris[0]}: it was replaced while it was opened", source=uris[0])
         refuse_mixture((path, file.metadata) for path, file in zip(self.uris, self._files, strict=True))

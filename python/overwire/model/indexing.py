@@ -56,10 +56,9 @@ def _check_entry(entry: Any, size: int, dim: int) -> int | range:
             raise TypeError
         number = operator.index(entry)
     except TypeError:
-        raise SliceError(
-            f"overwire: slice of dimension {dim}: expected an int, a slice, '...' or None, "
-            f"got {type(entry).__name__}: load the tensor and index it"
-        ) from None
+        kind = type(entry).__name__
+        text = f"expected an int, a slice, '...' or None, got {kind}: load the tensor and index it"
+        raise SliceError(f"overwire: slice of dimension {dim}: {text}") from None
     if not -size <= number < size:
         raise SliceError(f"overwire: index {number} is out of range for dimension {dim} of {size}")
     return number + size if number < 0 else number

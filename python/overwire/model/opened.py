@@ -132,8 +132,7 @@ class Model:
         if mmap is not None:
             spec["map"] = bool(mmap)
         if keys is None and filter is not None:
-            names = _verbs.names(spec)
-            if names is not None:
+            if (names := _verbs.names(spec)) is not None:
                 filter = _filter_of(filter, names)
                 spec["keys"] = keys = [name for name in names if filter(name)]
                 filter = None  # the engine has already applied the filter
@@ -216,12 +215,9 @@ class Model:
             first = positions.setdefault(name, source)
             if first != source:
                 uris = [(names or {}).get(part["uri"], part["uri"]) for part in self.info()]
-                raise ArgumentError(
-                    f'overwire: open {uris[source]} tensor "{name}": {uris[first]} also contains it: '
-                    "open only one of the files, or each separately",
-                    source=uris[source],
-                    tensor=name,
-                )
+                why = f"{uris[first]} also contains it: open only one of the files, or each separately"
+                text = f'overwire: open {uris[source]} tensor "{name}": {why}'
+                raise ArgumentError(text, source=uris[source], tensor=name)
 
     @property
     def places(self) -> dict[str, int]:
@@ -237,9 +233,8 @@ class Model:
             near = ""
             if isinstance(name, str):  # compares few names, because programs may ask for many missing tensors
                 near = did_you_mean(name, [other for other in self.places if abs(len(other) - len(name)) <= 3][:_NEAR])
-            raise TensorNotFoundError(
-                f"overwire: no tensor {name!r} in {', '.join(self.uris)}{near}", source=self.uris[0], tensor=str(name)
-            )
+            text = f"overwire: no tensor {name!r} in {', '.join(self.uris)}{near}"
+            raise TensorNotFoundError(text, source=self.uris[0], tensor=str(name))
         return at
 
     def row(self, at: int) -> Row:
@@ -406,9 +401,8 @@ class Model:
         name = SAVED.get(wanted, "")
         if name not in CAST_TO:
             return rows, ""
-        return [
-            (row[0], name, row[2], nbytes(name, row[2]), *row[4:]) if row[1] in CAST_FROM else row for row in rows
-        ], name
+        casts = ((row[0], name, row[2], nbytes(name, row[2]), *row[4:]) if row[1] in CAST_FROM else row for row in rows)
+        return list(casts), name
 
     def load(self, chosen: list[int] | None, frame: Frame, wanted: Any, watcher: Watcher | None) -> dict[str, Any]:
         """Loads the chosen tensors whole, and returns them in a dict in the order of `chosen`. See `begin`."""

@@ -136,13 +136,9 @@ class LoadPlan:
         return next((tier for tier in self.tiers if tier.device <= size), None)
 
     def __repr__(self) -> str:
-        text = (
-            f"LoadPlan({spell_count(len(self.tensors), 'tensor')} of {spell_count(len(self.files), 'file')}, "
-            f"nbytes={self.nbytes}, "
-            f"peak={self.peak}, stored={self.stored}, staging={self.staging}, pinned={self.pinned}"
-        )
-        if self.offload is not None:
-            one = self.offload
+        text = f"LoadPlan({spell_count(len(self.tensors), 'tensor')} of {spell_count(len(self.files), 'file')}"
+        text += "".join(f", {name}={getattr(self, name)}" for name in ("nbytes", "peak", "stored", "staging", "pinned"))
+        if (one := self.offload) is not None:
             text += f"; offload: {spell_count(len(one.blocks), 'block')} of {one.streamed} bytes streamed, "
             text += f"{one.device} bytes on the device"
         text += "".join(f"; {one.where}: {one.device} + {one.host} bytes" for one in self.tiers[1:])
@@ -151,15 +147,9 @@ class LoadPlan:
     def _repr_html_(self) -> str:
         from .. import _notebook as html
 
-        files = html.table(
-            "Files",
-            ("file", "tensors", "in memory", "read or mapped", "size of the file"),
-            (
-                (f.file, f"{f.tensors:,}", html.size(f.nbytes), html.size(f.stored), html.size(f.size))
-                for f in self.files
-            ),
-            len(self.files),
-        )
+        head = ("file", "tensors", "in memory", "read or mapped", "size of the file")
+        lines = ((f.file, f"{f.tensors:,}", *map(html.size, (f.nbytes, f.stored, f.size))) for f in self.files)
+        files = html.table("Files", head, lines, len(self.files))
         rows = ((t.name, t.dtype, t.shape, t.nbytes, t.stored) for t in html.largest(self.tensors, lambda t: t.nbytes))
         tensors = html.tensors("the largest first", rows, len(self.tensors), folded=True)
         sizes = {"in memory": self.nbytes, "peak": self.peak, "read or mapped": self.stored}
@@ -192,27 +182,24 @@ def plan(
         rows = [model.row(at) for at in (range(len(model.table)) if model.chosen is None else model.chosen)]
         load = estimate(model, target.frame, target.dtype, keep=size or 0)
         info = model.info()
-    tensors = tuple(
-        PlannedTensor(row.name, row.dtype, row.shape, size, row.stored, info[row.source]["uri"])
-        for row, size in zip(rows, load["bytes"], strict=True)
-    )
+    tensors = []
     count, nbytes, stored_sizes = [[0] * len(info) for _ in range(3)]
     for row, size in zip(rows, load["bytes"], strict=True):
+        uri = info[row.source]["uri"]
+        tensors.append(PlannedTensor(row.name, row.dtype, row.shape, size, row.stored, uri))
         count[row.source] += 1
         nbytes[row.source] += size
         stored_sizes[row.source] += row.stored
-    files = tuple(
-        PlannedFile(part["uri"], count[at], nbytes[at], stored_sizes[at], part["size"])
-        for at, part in enumerate(info)
-        if count[at]
-    )
+    sizes = zip(count, nbytes, stored_sizes, strict=True)
+    files = tuple(PlannedFile(part["uri"], *own, part["size"]) for part, own in zip(info, sizes, strict=True) if own[0])
     offload = None
     if keep is not None and (plans := load.get("offload")):
-        sizes = (plans["rest"], plans["kept"], plans["streamed"], plans["stored"], plans["ring"])
-        offload = PlannedOffload(*sizes, tuple(plans["blocks"]))
+        offload = PlannedOffload(
+            plans["rest"], plans["kept"], plans["streamed"], plans["stored"], plans["ring"], tuple(plans["blocks"])
+        )
     tiers = tuple(PlannedTier(**tier) for tier in load.get("tiers", ()))
     sums = sum(load["bytes"]), load["peak"], sum(stored_sizes), load["staging"], load["pinned"]
-    return LoadPlan(tensors, files, *sums, offload, tiers)
+    return LoadPlan(tuple(tensors), files, *sums, offload, tiers)
 
 
 spell_out(plan, PlanOptions)

@@ -70,8 +70,7 @@ def _open_file(file: Any) -> tuple[list[str], Any]:
     with contextlib.suppress(AttributeError, OSError, ValueError):
         if file.writable():
             file.flush()
-    number = number_of(file)
-    if number is not None:
+    if (number := number_of(file)) is not None:
         if stat.S_ISCHR(os.fstat(number).st_mode):
             raise ArgumentError("overwire: source: the file is a character device, which has no end")
         with contextlib.suppress(OSError, ValueError):

@@ -39,9 +39,8 @@ def storage(options: Mapping[str, object] | None, uris: Iterable[str], *, writes
         access["decrypt"] = decrypt
     if encrypt := _take_key(settings, "encryption"):
         if not writes:
-            raise ArgumentError(
-                "overwire: storage_options: encryption_key and encryption_password are only for writing .tensors files"
-            )
+            why = "encryption_key and encryption_password are only for writing .tensors files"
+            raise ArgumentError(f"overwire: storage_options: {why}")
         access["encrypt"] = encrypt
     if is_any_remote:
         ray = settings.pop("ray", None)
@@ -71,10 +70,8 @@ def _option_texts(options: Mapping[str, object]) -> dict[str, str]:
 
 @cache
 def _warn_once() -> None:
-    log.warning(
-        "overwire: storage_options: insecure: certificates are not checked, so anyone on the network path can "
-        "change the weights"
-    )
+    why = "certificates are not checked, so anyone on the network path can change the weights"
+    log.warning(f"overwire: storage_options: insecure: {why}")
 
 
 def _take_key(options: dict[str, object], prefix: str) -> dict[str, str]:
@@ -104,6 +101,5 @@ def _option_text(name: str, value: object) -> str:
         return str(value)
     if isinstance(value, os.PathLike):
         return os.fsdecode(value)
-    raise ArgumentError(
-        f"overwire: storage_options: {name}: expected a str, a number or a bool, got {type(value).__name__}"
-    )
+    kind = type(value).__name__
+    raise ArgumentError(f"overwire: storage_options: {name}: expected a str, a number or a bool, got {kind}")
