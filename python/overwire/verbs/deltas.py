@@ -25,7 +25,7 @@ from .save import notes_of, refuse_other_format
 from .states import ModelSide, batches, hosted, pair, place_tensor, same_names, settle_devices, tensors_of, write_back
 
 if TYPE_CHECKING:
-    from .._requests import DeltaFile, DeltaMerge, DeltaSave, DeltaTensors
+    from .._requests import DeltaApply, DeltaFile, DeltaMerge, DeltaSave, DeltaTensors
 
 #: A delta: its path or URI, its bytes, or an open delta.
 DeltaLike = Union[str, "os.PathLike[str]", bytes, bytearray, memoryview, "Delta"]
@@ -298,14 +298,9 @@ def save_delta(
             del keep
         tensors, numbers, keep = _pair_states(last, now, before)
         request: DeltaSave = {
-            "path": target,
-            "shard": most,
-            "beside": _companions_of(new),
-            "storage": storage(storage_options, [target], writes=True),
-            "metadata": notes,
-            "encoded": handles,
-            **tensors,
-        }
+            "path": target, "shard": most, "beside": _companions_of(new), "metadata": notes, "encoded": handles,
+            "storage": storage(storage_options, [target], writes=True), **tensors,
+        }  # fmt: skip
         with Job(_verbs.delta_save(request, numbers), "save", watcher) as job:
             report = _report_of(job.finish(), target)
         del keep
@@ -330,11 +325,9 @@ def _pair_states(names: list[str], now: ModelSide, before: ModelSide) -> tuple[D
     numbers = array("q")
     for at, cuda in enumerate(columns.cuda[:count]):
         numbers.extend((columns.pointers[at], columns.pointers[count + at], cuda, streams[cuda]))
-    request: DeltaTensors = {
-        "names": names,
-        "dtypes": [types[kind][0] for kind in columns.kinds[:count]],
-        "shapes": [list(types[kind][1]) for kind in columns.kinds[:count]],
-    }
+    kinds = [types[kind] for kind in columns.kinds[:count]]
+    request: DeltaTensors = {"names": names, "dtypes": [dtype for dtype, _ in kinds]}
+    request["shapes"] = [list(shape) for _, shape in kinds]
     return request, numbers.tobytes(), (keep, news, olds)
 
 
@@ -383,12 +376,11 @@ def apply_part(
     files: list[int] = []
     rows: list[int] = []
     for name in tensors_by_name:
-        for number, one in enumerate(chain):
-            if (row := one._places.get(name)) is not None:
-                names.append(name)
-                files.append(number)
-                rows.append(row)
-                break
+        number = next((number for number, one in enumerate(chain) if name in one), None)
+        if number is not None:
+            names.append(name)
+            files.append(number)
+            rows.append(chain[number]._places[name])
     targets = [tensors_by_name[name] for name in names]
     columns = columns_of(targets)
     copies: list[tuple[str, Any, Any]] = []  # tensors that are changed through a copy, and the copies
@@ -400,19 +392,12 @@ def apply_part(
                 copies.append((names[at], targets[at], place.keep))
     settle_devices(columns.cuda)
     streams = _streams_of(columns.cuda)
-    job = _verbs.delta_apply(
-        {
-            "files": [one._number for one in chain],
-            "missing": bool(missing),
-            "dtypes": [dtype for dtype, _ in columns.types],
-            "shapes": [list(shape) for _, shape in columns.types],
-            "streams": [streams.get(cuda, 0) for cuda in range(max(streams, default=0) + 1)],
-            "part": part,
-        },
-        b"".join(
-            array("q", column).tobytes() for column in (files, rows, columns.kinds, columns.cuda, columns.pointers)
-        ),
-    )
+    request: DeltaApply = {"files": [one._number for one in chain], "missing": bool(missing), "part": part}
+    request["dtypes"] = [dtype for dtype, _ in columns.types]
+    request["shapes"] = [list(shape) for _, shape in columns.types]
+    request["streams"] = [streams.get(cuda, 0) for cuda in range(max(streams, default=0) + 1)]
+    numbers = (array("q", one) for one in (files, rows, columns.kinds, columns.cuda, columns.pointers))
+    job = _verbs.delta_apply(request, b"".join(one.tobytes() for one in numbers))
     with Job(job, "apply", None, end) as running:
         report = _report_of(running.finish())
     if part != "check":
@@ -441,13 +426,8 @@ def merge_deltas(
     refuse_other_format(target)
     check_values(storage_options=storage_options)
     chain = chain_of(names, storage_options)
-    merge: DeltaMerge = {
-        "files": [one._number for one in chain],
-        "path": target,
-        "shard": most,
-        "beside": _companions_of(names[-1]),
-        "storage": storage(storage_options, [target], writes=True),
-    }
+    merge: DeltaMerge = {"files": [one._number for one in chain], "path": target, "shard": most}
+    merge["beside"], merge["storage"] = _companions_of(names[-1]), storage(storage_options, [target], writes=True)
     with Job(_verbs.delta_merge(merge), "save", None) as running:
         report = _report_of(running.finish(), target)
     del chain
@@ -469,15 +449,13 @@ def diff(a: Any, b: Any, *, progress: ProgressLike = None, storage_options: Stor
     with ModelSide(a, "a", storage_options) as one, ModelSide(b, "b", storage_options) as two:
         for names in batches(one, two):
             lefts, rights = one.take(names), two.take(names)
-            both = [(name, hosted(name, lefts[name]), hosted(name, rights[name])) for name in names]
-            other += [name for name, older, right in both if (older.dtype, older.shape) != (right.dtype, right.shape)]
-            both = [
-                (name, older, right)
-                for name, older, right in both
-                if (older.dtype, older.shape) == (right.dtype, right.shape)
-            ]
-            numbers = array("q")
-            for _, older, right in both:
+            both, numbers = [], array("q")
+            for name in names:
+                older, right = hosted(name, lefts[name]), hosted(name, rights[name])
+                if (older.dtype, older.shape) != (right.dtype, right.shape):
+                    other.append(name)
+                    continue
+                both.append((name, older, right))
                 numbers.extend((right.pointer, older.pointer, 0, 0))
             request: DeltaTensors = {
                 "names": [name for name, _, _ in both],
@@ -536,9 +514,8 @@ def _copy_base(base: Any, device: Any, options: Mapping[str, Any]) -> dict[str, 
 
             check_memory(tensor, f"overwire: load_file: base: {name!r}", name)
             if tensor.is_quantized:
-                raise NotSupportedError(
-                    f"overwire: load_file: base: {name!r} is quantised, which deltas do not support", tensor=name
-                )
+                text = f"overwire: load_file: base: {name!r} is quantised, which deltas do not support"
+                raise NotSupportedError(text, tensor=name)
             where, key = check_device(device, frame_of(tensor)), identity_of(tensor)
             if key not in copies:
                 copies[key] = tensor.detach().to(where, copy=True).contiguous()

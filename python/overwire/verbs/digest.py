@@ -85,25 +85,20 @@ def compare(tensors: Any, request: FilesRequest, watcher: Watcher | None) -> Com
     start = time.monotonic()
     tensors_by_name = _tensors_of_names(tensors)
     if tensors_by_name is None:
-        raise ArgumentError(
-            f"overwire: verify: tensors: expected a dict of tensors or a torch module, got {type(tensors).__name__}"
-        )
+        text = f"overwire: verify: tensors: expected a dict of tensors or a torch module, got {type(tensors).__name__}"
+        raise ArgumentError(text)
     views = {name: _view_of(tensor, name) for name, tensor in tensors_by_name.items()}
     here = dict(zip(tensors_by_name, _digests_of(list(tensors_by_name.values()), tensors_by_name), strict=True))
-    digests_request: DigestsRequest = {
-        **request, "on": {name: view.cuda - 1 for name, view in views.items() if view.cuda}
-    }
+    on = {name: view.cuda - 1 for name, view in views.items() if view.cuda}
+    digests_request: DigestsRequest = {**request, "on": on}
     with Job(_verbs.digests(digests_request), "digests", watcher) as job:
         report = job.finish()
     file = {row["name"]: row for row in report["tensors"]}
     there = {_identity_of(views[name]) for name in views if name in file}
     differ = [name for name, row in file.items() if name in views and not _is_same(views[name], here[name], row)]
     missing = [name for name in file if name not in views]
-    surplus = [
-        name
-        for name, view in views.items()
-        if name not in file and (not view.pointer or _identity_of(view) not in there)
-    ]
+    others = {name: view for name, view in views.items() if name not in file}
+    surplus = [name for name, view in others.items() if not view.pointer or _identity_of(view) not in there]
     return {
         "ok": not (differ or missing or surplus),
         "differ": differ,
@@ -165,9 +160,8 @@ def _digests_of(
     keep = []  # temporary tensors, which must stay alive
     if ODD in columns.kinds or len(set(columns.cuda)) > 1:
         labels: list[str | None] = [*names] if names is not None else [None] * len(tensors)
-        for at, (kind, pointer, size, cuda) in enumerate(
-            zip(columns.kinds, columns.pointers, columns.sizes, columns.cuda, strict=True)
-        ):
+        rows = zip(columns.kinds, columns.pointers, columns.sizes, columns.cuda, strict=True)
+        for at, (kind, pointer, size, cuda) in enumerate(rows):
             if kind == ODD:
                 view = _view_of(tensors[at], labels[at])
                 keep.append(view)
@@ -190,9 +184,7 @@ def _digests_of(
         job = _verbs.digest(cuda - 1, stream, keyed, len(group.dense), numbers.tobytes())
         with Job(job, "digest", None, end) as running:
             digits = running.result()[1].hex()
-        for row, at in enumerate(group.dense):
-            digests[at] = digits[32 * row : 32 * row + 32]
-        for row, ats in enumerate(group.others.values(), len(group.dense)):
+        for row, ats in enumerate([*([at] for at in group.dense), *group.others.values()]):
             for at in ats:
                 digests[at] = digits[32 * row : 32 * row + 32]
     return digests

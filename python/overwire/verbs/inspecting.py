@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, cast, overload
 
 from .. import _verbs
@@ -83,27 +83,17 @@ class InspectionDict(Facts):
 
         every = self["totals"]["all"]
         rows = [t for source in self["sources"] for t in source["tensors"]]
-        files = html.table(
-            "Files",
-            ("file", "format", "size", "tensors"),
-            ((s["uri"], s["format"], html.size(s["size"]), f"{len(s['tensors']):,}") for s in self["sources"]),
-            len(self["sources"]),
-        )
-        dtypes = html.table(
-            "Dtypes",
-            ("dtype", "tensors", "in memory", "stored", "ratio"),
-            ((name, f"{t['tensors']:,}", *_sizes_of(html, t)) for name, t in self["totals"].items() if name != "all"),
-        )
-        tensors = html.table(
-            f"{len(rows):,} tensor{'' if len(rows) == 1 else 's'}, the largest first",
-            ("tensor", "dtype", "shape", "in memory", "stored", "ratio", "stored as"),
-            (
-                (t["name"], t["dtype"], t["shape"], *_sizes_of(html, t), t["coding"])
-                for t in html.largest(rows, lambda t: int(t["bytes"]))
-            ),
-            len(rows),
-            folded=True,
-        )
+        lines: Iterator[tuple[Any, ...]]
+        lines = ((s["uri"], s["format"], html.size(s["size"]), f"{len(s['tensors']):,}") for s in self["sources"])
+        files = html.table("Files", ("file", "format", "size", "tensors"), lines, len(self["sources"]))
+        totals = [(name, total) for name, total in self["totals"].items() if name != "all"]
+        lines = ((name, f"{total['tensors']:,}", *_sizes_of(html, total)) for name, total in totals)
+        dtypes = html.table("Dtypes", ("dtype", "tensors", "in memory", "stored", "ratio"), lines)
+        largest = html.largest(rows, lambda t: int(t["bytes"]))
+        lines = ((t["name"], t["dtype"], t["shape"], *_sizes_of(html, t), t["coding"]) for t in largest)
+        title = f"{len(rows):,} tensor{'' if len(rows) == 1 else 's'}, the largest first"
+        head = ("tensor", "dtype", "shape", "in memory", "stored", "ratio", "stored as")
+        tensors = html.table(title, head, lines, len(rows), folded=True)
         facts = zip(("in memory", "stored", "ratio"), _sizes_of(html, every), strict=True)
         return html.block("Inspection", facts, files, dtypes, tensors)
 
@@ -205,9 +195,8 @@ def verify(
 
 def rewrite(source: SourceLike, path: str | os.PathLike[str], options: Mapping[str, Any]) -> Report:
     """Implements `convert`, with all of its options, for files that the engine reads."""
-    level, compress, sha256, metadata, storage_options = map(
-        options.__getitem__, ("level", "compress", "sha256", "metadata", "storage_options")
-    )
+    names = ("level", "compress", "sha256", "metadata", "storage_options")
+    level, compress, sha256, metadata, storage_options = (options[name] for name in names)
     check_values(level=level, compress=compress, sha256=sha256, storage_options=storage_options)
     watcher, most = watch(options["progress"], "convert"), parse_size(options["max_shard_size"])
     reach = {name: value for name, value in (storage_options or {}).items() if not name.startswith("encryption_")}
@@ -215,15 +204,8 @@ def rewrite(source: SourceLike, path: str | os.PathLike[str], options: Mapping[s
     target = local(path)
     if os.fsdecode(path).endswith("/") and not target.endswith("/"):
         target += "/"  # marks it as a folder
-    spec: ConvertRequest = {
-        "uris": uris,
-        "path": target,
-        "compress": bool(compress),
-        "level": level,
-        "shard": most,
-        "no_sha256": not sha256,
-        "storage": storage(storage_options, [*uris, target], writes=True),
-    }
+    spec: ConvertRequest = {"uris": uris, "path": target, "compress": bool(compress), "level": level, "shard": most}
+    spec["no_sha256"], spec["storage"] = not sha256, storage(storage_options, [*uris, target], writes=True)
     if metadata is not None:
         spec["metadata"] = notes_of(metadata)
     try:

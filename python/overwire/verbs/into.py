@@ -94,9 +94,8 @@ def fill(
     with contextlib.ExitStack() as stack:
         jobs = []
         for device, group in groups.items():
-            jobs.append(
-                stack.enter_context(views[device].start([(one.at, one.pointer, *one.block) for one in group], watcher))
-            )
+            requests = [(one.at, one.pointer, *one.block) for one in group]
+            jobs.append(stack.enter_context(views[device].start(requests, watcher)))
             watcher = None
         for job, (device, group) in zip(jobs, groups.items(), strict=True):
             pairs = job.take(frame.raw({model.table[one.at][1] for one in group})).pairs()
@@ -110,9 +109,8 @@ def fill(
                     shape = row.shape if one.block == ALL else target.shape
                     tensors[order] = frame.adopt(*pairs[order], row.dtype, shape, views[device].join())
                     pairs[order] = (None, 0)
-                _store_tensor(
-                    target, tensors[order] if target.block == one.block else _cut_block(tensors[order], target)
-                )
+                tensor = tensors[order]
+                _store_tensor(target, tensor if target.block == one.block else _cut_block(tensor, target))
                 if last[order] == number:
                     del tensors[order]
 
@@ -268,9 +266,8 @@ def local_destination(target: Destination, row: Row, prefix: str) -> Destination
     if not tensor.numel():
         return None
     if row.dtype in PACKED:
-        raise NotSupportedError(
-            f"{prefix}: this DTensor of {row.dtype} is cut where elements share bytes", tensor=row.name
-        )
+        text = f"{prefix}: this DTensor of {row.dtype} is cut where elements share bytes"
+        raise NotSupportedError(text, tensor=row.name)
     lo0, _, lo1, _ = target.block
     rows, columns = (*ranges, (0, 0))[:2]
     block = (lo0 + rows[0], lo0 + rows[1], lo1 + columns[0], lo1 + columns[1] if len(ranges) > 1 else WHOLE)
@@ -284,10 +281,8 @@ def parse_targets(targets: Any) -> list[tuple[str, Any, Any]]:
     triples = list(targets) if isinstance(targets, Iterable) and not isinstance(targets, (str, Mapping)) else [targets]
     for triple in triples:
         if not isinstance(triple, (tuple, list)) or len(triple) != 3:
-            raise ArgumentError(
-                "overwire: load_into: expected a list of triples, each the name, the block or None, "
-                f"and the tensor to load into; got {type(triple).__name__}"
-            )
+            text = "overwire: load_into: expected a list of triples, each the name, the block or None,"
+            raise ArgumentError(f"{text} and the tensor to load into; got {type(triple).__name__}")
     return [tuple(triple) for triple in triples]
 
 
@@ -302,9 +297,13 @@ def destination_of(model: Model, name: str, block: Any, tensor: Any) -> Destinat
     at = model.place(name)
     row = model.row(at)
     prefix = f"overwire: load_into {model.uris[0]} tensor {name!r}"
+
+    def block_error(text: str) -> ArgumentError:
+        return ArgumentError(f"{prefix}: {text}", tensor=name)
+
     if not isinstance(tensor, torch.Tensor) or tensor.device.type == "meta":
         kind = "one on the meta device" if hasattr(tensor, "device") else type(tensor).__name__
-        raise ArgumentError(f"{prefix}: expected a torch.Tensor with memory to load into, got {kind}", tensor=name)
+        raise block_error(f"expected a torch.Tensor with memory to load into, got {kind}")
     if not (ready := is_ready(tensor)):
         check_shape(tensor, prefix, name)
     shape = torch_shape(row.dtype, row.shape)
@@ -313,26 +312,18 @@ def destination_of(model: Model, name: str, block: Any, tensor: Any) -> Destinat
         try:
             ranges = [(operator.index(lo), operator.index(hi)) for lo, hi in block]
         except (TypeError, ValueError):
-            raise ArgumentError(
-                f"{prefix}: block: expected pairs (lo, hi), or None, got {block!r}", tensor=name
-            ) from None
+            raise block_error(f"block: expected pairs (lo, hi), or None, got {block!r}") from None
         inside = all(0 <= lo <= hi <= size for (lo, hi), size in zip(ranges, row.shape, strict=False))
         if len(ranges) > min(2, len(row.shape)) or not inside:
-            raise ArgumentError(
-                f"{prefix}: block {ranges} of shape {list(row.shape)}: expected ranges of its first two dimensions",
-                tensor=name,
-            )
+            raise block_error(f"block {ranges} of shape {list(row.shape)}: expected ranges of its first two dimensions")
         if row.dtype in PACKED and len(ranges) == len(row.shape):
-            raise ArgumentError(
-                f"{prefix}: the last dimension of {row.dtype} cannot be cut, because its elements share bytes",
-                tensor=name,
-            )
+            raise block_error(f"the last dimension of {row.dtype} cannot be cut, because its elements share bytes")
         full = all((lo, hi) == (0, size) for (lo, hi), size in zip(ranges, row.shape, strict=False))
         if not full:
             (lo0, hi0), (lo1, hi1) = (*ranges, (0, WHOLE))[:2] if len(ranges) == 1 else ranges
             part = (lo0, hi0, lo1, hi1)
             shape = (hi0 - lo0, *shape[1:]) if len(ranges) == 1 else (hi0 - lo0, hi1 - lo1, *shape[2:])
     if tuple(tensor.shape) != shape:
-        raise ArgumentError(f"{prefix}: the tensor has shape {tuple(tensor.shape)}: expected {shape}", tensor=name)
+        raise block_error(f"the tensor has shape {tuple(tensor.shape)}: expected {shape}")
     target = Destination(at, part, shape, tensor)
     return target if ready else local_destination(target, row, prefix)

@@ -124,12 +124,7 @@ def _destinations_of(
 
     from ..frameworks.memory import is_distributed, is_ready, storage_of
 
-    own = {
-        id(tensor)
-        for part in module.modules()
-        for table in (part._parameters, part._buffers)
-        for tensor in table.values()
-    }
+    own = {id(one) for part in module.modules() for one in (*part._parameters.values(), *part._buffers.values())}
     memory: set[int] = set()
     into: list[Destination] = []
     for name, at in wanted.items():
@@ -188,10 +183,9 @@ def _match_names(
         missing = [name for name in missing if identity_of(tensors[name]) not in identities]
     surplus = [row[0] for row in model.table if row[0] not in targets]
     problems = []
-    if strict and missing:
-        problems.append("missing in the file: " + _list_few(list(map(repr, sorted(missing))), ", "))
-    if strict and surplus:
-        problems.append("unexpected in the file: " + _list_few(list(map(repr, sorted(surplus))), ", "))
+    for what, names in (("missing", missing), ("unexpected", surplus)) if strict else ():
+        if names:
+            problems.append(f"{what} in the file: " + _list_few(list(map(repr, sorted(names))), ", "))
     misfits = []
     for name, at in positions.items():
         target = targets[name]
@@ -208,9 +202,8 @@ def _match_names(
     if misfits:
         problems.append(_list_few(misfits, "; "))
     if problems:
-        raise ModelMismatchError(
-            f"overwire: load {model.uris[0]} into {type(module).__name__}: " + "; ".join(problems), source=model.uris[0]
-        )
+        text = f"overwire: load {model.uris[0]} into {type(module).__name__}: " + "; ".join(problems)
+        raise ModelMismatchError(text, source=model.uris[0])
     return missing, surplus, positions
 
 

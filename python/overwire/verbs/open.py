@@ -117,17 +117,12 @@ class safe_open(_engine.HandleOwner, Generic[T]):
         if (loader := self._loader) is None:
             return html.block("safe_open", [("closed", "")])
         uris, rows = loader.model.uris, loader.model.table
-        tensors = html.tensors(
-            "in the order of their bytes", (row[:5] for row in rows), len(rows), folded=len(rows) > 12
-        )
-        facts = [
-            ("framework", self._frame.name),
-            ("device", loader.model.device),
-            ("in memory", html.size(sum(row[3] for row in rows))),
-        ]
-        return html.block(
-            "safe_open", facts, html.table("Files", ("file",), ((uri,) for uri in uris), len(uris)), tensors
-        )
+        order, columns = "in the order of their bytes", (row[:5] for row in rows)
+        tensors = html.tensors(order, columns, len(rows), folded=len(rows) > 12)
+        files = html.table("Files", ("file",), ((uri,) for uri in uris), len(uris))
+        facts = [("framework", self._frame.name), ("device", loader.model.device)]
+        facts.append(("in memory", html.size(sum(row[3] for row in rows))))
+        return html.block("safe_open", facts, files, tensors)
 
     def close(self) -> None:
         """Closes the files. A second call does nothing."""
@@ -288,15 +283,12 @@ class TensorSlice(Generic[T]):
         return f"TensorSlice({self._name!r}, {self._row.dtype}, {self.get_shape()})"
 
     def __getitem__(self, index: Any) -> T:
-        return cast("T", self._read_index(index))
-
-    def _read_index(self, index: Any) -> Any:
         file, row = self._file, self._row
         with file._open_loader() as loader:
             if row.dtype in PACKED:
-                return self._read_packed(index)
-            tensor = loader.read_index(self._at, index, file._ahead)
-            return tensor if file._dtype is None else file._frame.cast(tensor, row.dtype, file._dtype)
+                return cast("T", self._read_packed(index))
+            tensor: Any = loader.read_index(self._at, index, file._ahead)
+            return cast("T", tensor if file._dtype is None else file._frame.cast(tensor, row.dtype, file._dtype))
 
     def _read_packed(self, index: Any) -> Any:
         # Elements share bytes, so the tensor is read whole. If the framework keeps them packed, the last dimension
@@ -309,10 +301,8 @@ class TensorSlice(Generic[T]):
         entries = [entry for entry in reading.cut if entry is not None]
         whole_last = not entries or entries[-1] == slice(0, row.shape[-1], 1)
         if len(tensor.shape) != len(row.shape) or not whole_last:
-            raise NotSupportedError(
-                f"overwire: {row.dtype} has {8 / BITS[row.dtype]:g} elements per byte: its last "
-                "dimension cannot be sliced here; load it, or use framework='np' for F4",
-                tensor=self._name,
-            )
+            text = "its last dimension cannot be sliced here; load it, or use framework='np' for F4"
+            packing = f"{row.dtype} has {8 / BITS[row.dtype]:g} elements per byte"
+            raise NotSupportedError(f"overwire: {packing}: {text}", tensor=self._name)
         cut = plan(index, tuple(tensor.shape), dims=0).cut
         return frame.index(tensor, cut, row.dtype) if cut else tensor

@@ -35,11 +35,10 @@ if TYPE_CHECKING:
 
 
 def empty_cache() -> None:
-    """Frees memory that the engine has cached for later calls: about 112 MiB for each GPU that was used, at most
-    128 MiB of small tensors that were dropped, and the pinned memory of the last `sleep` of each GPU, or of its last
-    save with wait=False. The call first waits for the work that uses this memory. The memory of running loads, of
-    tensors and of pinned models is not freed. The next load to a GPU allocates its memory again, which takes about 50
-    ms.
+    """Frees memory that the engine has cached for later calls: about 112 MiB for each GPU that was used, at most 128
+    MiB of small tensors that were dropped, and the pinned memory of the last `sleep` of each GPU, or of its last save
+    with wait=False. The call first waits for the work that uses this memory. The memory of running loads, of tensors
+    and of pinned models is not freed. The next load to a GPU allocates its memory again, which takes about 50 ms.
 
     Does nothing if no GPU was used. Raises DeviceError for a lost device.
     """

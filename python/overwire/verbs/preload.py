@@ -46,8 +46,8 @@ class Preload(HandleOwner):
 
     def __init__(self, path: str, uris: list[str], device: str, reach: FormatAccess | None = None) -> None:
         if not (isinstance(uris, list) and all(isinstance(text, str) for text in (path, device, *uris))):
-            raise ArgumentError("overwire: Preload: expected a path, a list of URIs and a device: call preload() "
-                                "instead")
+            why = "expected a path, a list of URIs and a device: call preload() instead"
+            raise ArgumentError(f"overwire: Preload: {why}")
         #: The path or URI that was passed to `preload`.
         self.path = path
         #: The files that are read.
@@ -118,9 +118,8 @@ def preload(source: SourceLike, *, device: Any = "cpu", storage_options: Storage
         _refuse_special(path)
     uris = [uri for path in paths for uri in uris_of(path, storage_options)]
     if target != "cpu" and any(path.endswith((".pkl", ".pth", ".csv")) for path in paths):
-        raise NotSupportedError(
-            f"overwire: preload {', '.join(map(shown, paths))}: bundles are preloaded to the host only"
-        )
+        names = ", ".join(map(shown, paths))
+        raise NotSupportedError(f"overwire: preload {names}: bundles are preloaded to the host only")
     return Preload(", ".join(map(shown, paths)), uris, target, storage(storage_options, uris))
 
 
@@ -150,12 +149,9 @@ def _device_of(device: Any) -> str:
     if device == "host":
         return "cpu"
     number = device_number(device)
-    if number < 0:
-        if number == -1 and "torch" not in sys.modules:
-            number = _local_rank()
-        else:
-            return check_device(device, None if number == -2 else frame_for("torch"))
-    return f"cuda:{number}"
+    if number == -1 and "torch" not in sys.modules:
+        number = _local_rank()
+    return f"cuda:{number}" if number >= 0 else check_device(device, None if number == -2 else frame_for("torch"))
 
 
 def _local_rank() -> int:
@@ -173,10 +169,9 @@ def _is_child() -> bool:
     server that forks workers. Each such process would preload the whole model."""
     if any(arg == "--multiprocessing-fork" or "from multiprocessing.forkserver import" in arg for arg in sys.orig_argv):
         return True
-    process = sys.modules.get("multiprocessing.process")
-    return process is not None and (
-        process.parent_process() is not None or hasattr(process.current_process(), "_inheriting")
-    )
+    if (process := sys.modules.get("multiprocessing.process")) is None:
+        return False
+    return process.parent_process() is not None or hasattr(process.current_process(), "_inheriting")
 
 
 def honour_nyacomp() -> None:

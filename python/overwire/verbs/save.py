@@ -115,9 +115,8 @@ spell_out(save_file, SaveOptions)
 def refuse_other_format(target: str) -> None:
     """Raises ArgumentError for a file name with the ending of another format of weights or of auxiliary files."""
     if os.path.splitext(target)[1].lower() in _OTHERS and not os.path.isdir(target):
-        raise ArgumentError(
-            f"overwire: save {target}: the name has the ending of another format: use one that ends in .safetensors"
-        )
+        text = f"overwire: save {target}: the name has the ending of another format: use one that ends in .safetensors"
+        raise ArgumentError(text)
 
 
 def describe_named(name: str, tensor: Any) -> Bytes:
@@ -141,16 +140,9 @@ def notes_of(metadata: Any) -> dict[str, str]:
     return dict(metadata)
 
 
-def save_bytes(
-    described: list[tuple[str, Bytes]],
-    path: Any,
-    metadata: Mapping[str, str] | None,
-    *,
-    end: float | None = None,
-    **how: Any,
-) -> Report:
-    """Saves tensors that are already described. end: the result of `jobs.time_limit`. how: see `_start_job`."""
-    with _start_job(described, local(path), metadata, end=end, **how) as job:
+def save_bytes(described: list[tuple[str, Bytes]], path: Any, metadata: Mapping[str, str] | None, **how: Any) -> Report:
+    """Saves tensors that are already described. how: see `_start_job`."""
+    with _start_job(described, local(path), metadata, **how) as job:
         return Report.of(job.finish())
 
 
@@ -195,26 +187,14 @@ def _start_job(
     max_memory: int = 0,
 ) -> Job:
     # like: a local file whose mode, owner and ACL a new file gets. beside: whether an index of shards with the same
-    # name may stay.
+    # name may stay. end: the result of `jobs.time_limit`.
     check_values(level=level)
     watcher = watch(progress, "save")
-    spec: SaveRequest = {"path": path}
-    if compress:
-        spec["compress"] = True
-    if level != "default":
-        spec["level"] = level
-    if shard:
-        spec["shard"] = shard
-    if like:
-        spec["like"] = like
-    if beside:
-        spec["beside"] = True
-    if access := storage(storage_options, [path], writes=True):
-        spec["storage"] = access
-    if background:
-        spec["background"], spec["max_memory"] = True, max_memory
-    if digests:
-        spec["digests"] = True
+    spec: SaveRequest = {
+        "path": path, "compress": bool(compress), "level": level, "shard": shard, "like": like or "", "beside": beside,
+        "background": background, "max_memory": max_memory, "digests": bool(digests),
+        "storage": storage(storage_options, [path], writes=True),
+    }  # fmt: skip
     if metadata is not None:
         spec["metadata"] = notes_of(metadata)
     numbers = _request_columns(spec, described)

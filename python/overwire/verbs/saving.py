@@ -135,9 +135,8 @@ class Saving(HandleOwner, Saver):
         self._seen = Progress(0, 0, 0, 0)
 
     def __repr__(self) -> str:
-        state = (
-            "running" if not self._ended.is_set() else "complete" if self._error is None else f"failed: {self._error}"
-        )
+        state = "complete" if self._error is None else f"failed: {self._error}"
+        state = state if self._ended.is_set() else "running"
         return f"Saving({shown(self.path)!r}, {state})"
 
     def shown_path(self) -> str:

@@ -8,6 +8,7 @@ import warnings
 from array import array
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from itertools import chain
 from os import PathLike
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -407,9 +408,7 @@ def prepare_sleep(
         where = check_device("cuda" if device is None else device, frame_for("torch"))
         if where == "cpu":
             return memory
-        memory._add_device(
-            where, {"device": where, "max_memory": limit, "bytes": nbytes, "names": [], "dtypes": [], "shapes": []}, b""
-        )
+        memory._add_device(where, {"device": where, "max_memory": limit, "bytes": nbytes}, b"")
         return memory
     if device is not None:
         raise ArgumentError("overwire: prepare_sleep: device: only for a number of bytes: leave it out for tensors")
@@ -433,13 +432,12 @@ def prepare_sleep(
 
 
 def _sleep_request(device: str, stored: list[_Sleeper], limit: int) -> tuple[SleepRequest, bytes]:
-    request: SleepRequest = {"device": device, "max_memory": limit}
-    request["names"] = [one.name for one in stored]
-    request["dtypes"] = [one.dtype for one in stored]
-    request["shapes"] = [list(one.shape) for one in stored]
-    numbers = array(
-        "q", [n for one in stored for n in (one.dense.data_ptr() if one.nbytes else 0, one.nbytes)]
-    ).tobytes()
+    request: SleepRequest = {
+        "device": device, "max_memory": limit, "names": [one.name for one in stored],
+        "dtypes": [one.dtype for one in stored], "shapes": [list(one.shape) for one in stored],
+    }  # fmt: skip
+    pairs = ((one.dense.data_ptr() if one.nbytes else 0, one.nbytes) for one in stored)
+    numbers = array("q", chain.from_iterable(pairs)).tobytes()
     if device != "cpu":
         from ..frameworks.torch import await_writes
 
@@ -472,10 +470,8 @@ def _collect_tensors(tensors: Any) -> dict[str, Any]:
             raise ArgumentError(f"overwire: sleep: expected tensors by name, got {name!r}: {type(tensor).__name__}")
         check_shape(tensor, f"overwire: sleep: {name!r}", name)
         if hasattr(tensor, "__tensor_flatten__"):
-            kind = type(tensor).__name__
-            raise NotSupportedError(
-                f"overwire: sleep: {name!r} is a {kind}, which consists of other tensors: pass those", tensor=name
-            )
+            text = f"is a {type(tensor).__name__}, which consists of other tensors: pass those"
+            raise NotSupportedError(f"overwire: sleep: {name!r} {text}", tensor=name)
     return tensors_by_name
 
 
@@ -498,9 +494,7 @@ def _describe_sleeper(name: str, tensor: Any, whole: bool) -> _Sleeper:
     if not view.is_contiguous():
         once = _without_expansion(view)
         if overlaps_itself(once.shape, once.stride()):
-            raise NotSupportedError(
-                f"overwire: sleep: {name!r}: its elements share memory in an irregular way", tensor=name
-            )
+            raise NotSupportedError(f"{where}: its elements share memory in an irregular way", tensor=name)
         if not whole and _fills_extent(view):
             view = dense = view.as_strided((view.numel(),), (1,))
         else:

@@ -40,10 +40,8 @@ def open_loader(
         default_device = check(source)
         if base is not None:
             if group is not None or shard is not None:
-                raise NotSupportedError(
-                    "overwire: load_file: base= cannot be used with group= or shard=: load the base, then call "
-                    "apply_delta"
-                )
+                text = "base= cannot be used with group= or shard=: load the base, then call apply_delta"
+                raise NotSupportedError(f"overwire: load_file: {text}")
             rest = {name: value for name, value in options.items() if name != "base"}
             load_base = partial(open_loader, verb, kind, rest, base, device, framework)
             based: Loader = _import_module(".loader").BasedLoader(load_base, base, source, device, framework, rest)

@@ -97,9 +97,8 @@ def tensors_of(model: Any, what: str) -> dict[str, Any]:
     """Returns the tensors of a dict or a module by name."""
     if not isinstance(model, Mapping):
         if not hasattr(model, "state_dict"):
-            raise ArgumentError(
-                f"overwire: {what}: expected a dict of tensors, a module or a path, got {type(model).__name__}"
-            )
+            why = f"expected a dict of tensors, a module or a path, got {type(model).__name__}"
+            raise ArgumentError(f"overwire: {what}: {why}")
         return tensors_of_module(model, what)[0]
     for name in model:
         if not isinstance(name, str):
@@ -118,11 +117,9 @@ def tensors_of_module(module: Any, what: str) -> tuple[dict[str, Any], dict[str,
         elif str(name).endswith(EXTRA):
             extra[name] = value
         else:
-            raise NotSupportedError(
-                f"overwire: {what}: {name!r} in the state dict of {type(module).__name__} is a "
-                f"{type(value).__name__} instead of a tensor: save_bundle and load_bundle keep whole modules",
-                tensor=str(name),
-            )
+            place = f"{name!r} in the state dict of {type(module).__name__} is a {type(value).__name__}"
+            text = f"{place} instead of a tensor: save_bundle and load_bundle keep whole modules"
+            raise NotSupportedError(f"overwire: {what}: {text}", tensor=str(name))
     return tensors, extra
 
 
@@ -151,11 +148,8 @@ def pair(name: str, new: Any, base: Any) -> tuple[Bytes, Bytes]:
     """Describes a tensor of both models, on the same device."""
     now, before = describe_named(name, new), describe_named(name, base)
     if (now.dtype, now.shape) != (before.dtype, before.shape):
-        raise ArgumentError(
-            f"overwire: save_delta: {name!r} is {now.dtype} {list(now.shape)} in new, {before.dtype} "
-            f"{list(before.shape)} in base",
-            tensor=name,
-        )
+        kinds = f"{now.dtype} {list(now.shape)} in new, {before.dtype} {list(before.shape)} in base"
+        raise ArgumentError(f"overwire: save_delta: {name!r} is {kinds}", tensor=name)
     if now.cuda != before.cuda:
         before = describe_named(name, base.detach().to(new.device) if now.cuda and hasattr(base, "detach") else base)
         if now.cuda != before.cuda:
@@ -181,18 +175,16 @@ def place_tensor(name: str, tensor: Any) -> tuple[Bytes, bool]:
         if not tensor.flags.writeable:
             raise ArgumentError(f"overwire: apply_delta: the array {name!r} is read-only", tensor=name)
         if at.dtype == "F4":
-            raise NotSupportedError(
-                f"overwire: apply_delta: {name!r}: numpy unpacks F4: apply the delta to torch tensors", tensor=name
-            )
+            text = f"overwire: apply_delta: {name!r}: numpy unpacks F4: apply the delta to torch tensors"
+            raise NotSupportedError(text, tensor=name)
         here = tensor.__array_interface__["data"][0]
     elif frame == "torch":
         here = tensor.data_ptr() if tensor.layout is not None and at.nbytes else 0
         if tensor.is_conj() or tensor.is_neg():
             here = -1
     else:
-        raise NotSupportedError(
-            f"overwire: apply_delta: {name!r}: a {type(tensor).__name__} cannot be changed in place", tensor=name
-        )
+        text = f"overwire: apply_delta: {name!r}: a {type(tensor).__name__} cannot be changed in place"
+        raise NotSupportedError(text, tensor=name)
     is_copy = at.nbytes > 0 and at.pointer != here
     if is_copy:
         _try_write(name, tensor, at.keep)

@@ -72,9 +72,8 @@ class Stream(HandleOwner, Iterator[tuple[str, Any]]):
     def _refuse_within(self, step: str) -> None:
         # A refused call leaves the stream unchanged.
         if self._taking:
-            raise ArgumentError(
-                f"overwire: stream: {step}() within next(): a signal handler called it while it interrupted next()"
-            )
+            text = f"overwire: stream: {step}() within next(): a signal handler called it while it interrupted next()"
+            raise ArgumentError(text)
 
     def close(self) -> None:
         """Ends the stream: cancels the load and frees the remaining tensors. Does nothing in a forked child, because
