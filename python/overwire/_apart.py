@@ -28,6 +28,5 @@ def apart(sources: Iterable[Place], outs: Iterable[Place]) -> None:
         at, nbytes = source[0], source[1]
         i = bisect_right(ends, at)  # the first output that ends after the source begins
         if nbytes > 0 and i < len(ranges) and ranges[i][0] < at + nbytes:
-            raise ArgumentError(
-                f"overwire: out overlaps the source at {at:#x}: the source would be overwritten while it is read"
-            )
+            why = "the source would be overwritten while it is read"
+            raise ArgumentError(f"overwire: out overlaps the source at {at:#x}: {why}")

@@ -32,9 +32,8 @@ twice --size."""
 
 
 def _parse_arguments(words: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        "overwire bench", description=_DOC, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    layout = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("overwire bench", description=_DOC, formatter_class=layout)
     parser.add_argument("--ranks", required=True, help="number of processes, or auto: one per GPU, two without a GPU")
     parser.add_argument("--size", help="size of the model's tensors (default: 2GB, 256MB on the CPU)")
     parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda if there is a GPU")
@@ -53,9 +52,8 @@ def _parse_arguments(words: list[str]) -> argparse.Namespace:
 
 def run_overwire(*words: str) -> None:
     """Runs an overwire command in a child process. Exits if it fails."""
-    process = subprocess.run(
-        module_command("overwire", *words), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+    command = module_command("overwire", *words)
+    process = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if process.returncode:
         sys.exit(f"overwire: bench: overwire {words[0]} ended with status {process.returncode}: {process.stdout}")
 

@@ -111,6 +111,7 @@ def _stream_file(names: Any, file: str, device: str) -> dict[str, Any]:
         return {name: tensor.to(device) for name, tensor in streamer.get_tensors()}
 
 
+_copy_tuned = partial(_copy_files, bbuf_size_kb=64 << 10, max_threads=16)
 _BOTH, _OURS, _TENSORS = ("plain", "compressed"), "overwire.compat.", ("tensors",)
 
 _FACES = {
@@ -128,12 +129,7 @@ _FACES = {
     "safetensors get_slice": _Face("safetensors", _get_slices, package="safetensors"),
     "safetensors prefetch": _Face("safetensors", _prefetch_tensors, package="safetensors", gpu=True),
     "fastsafetensors": _Face("fastsafetensors", _copy_files, package="fastsafetensors", gpu=True),
-    "fastsafetensors tuned": _Face(
-        "fastsafetensors",
-        partial(_copy_files, bbuf_size_kb=64 << 10, max_threads=16),
-        package="fastsafetensors",
-        gpu=True,
-    ),
+    "fastsafetensors tuned": _Face("fastsafetensors", _copy_tuned, package="fastsafetensors", gpu=True),
     "Run:ai model streamer": _Face("runai_model_streamer", _stream_file, package="runai_model_streamer", gpu=True),
     "tensorizer TensorDeserializer": _Face("tensorizer", _deserialize_file, _TENSORS, "tensorizer"),
     "tensorizer load_into_module": _Face("tensorizer", _load_into, _TENSORS, "tensorizer", into=True),

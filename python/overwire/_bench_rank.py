@@ -142,11 +142,9 @@ class _Rank:
         reads its part; otherwise rank 0 reads the whole file. Returns the seconds, the CPU seconds, and the file's
         bytes."""
         size = path.stat().st_size
-        low, high = (
-            (size * self.rank // self.ranks, size * (self.rank + 1) // self.ranks)
-            if mine
-            else (0, size if self.rank == 0 else 0)
-        )
+        low, high = 0, size if self.rank == 0 else 0
+        if mine:
+            low, high = size * self.rank // self.ranks, size * (self.rank + 1) // self.ranks
         threads = max(2, _THREADS // self.ranks, min(_THREADS, (os.cpu_count() or 1) // self.ranks))
         here = torch.zeros(max(high - low, 1), dtype=torch.uint8, device=self.device)
         slots = torch.zeros(threads * _SLOTS, dtype=torch.uint8, pin_memory=self.cuda)
@@ -180,10 +178,9 @@ class _Rank:
         everywhere: list[Any] = [None] * self.ranks
         dist.all_gather_object(everywhere, nbytes)
         seconds, cpu = min(times)
-        row: dict[str, Any] = {
-            "row": title, "rank": max(everywhere) / seconds / 1e9, "all": sum(everywhere) / seconds / 1e9
-        }
-        row["first"], row["cpu"] = max(everywhere) / first / 1e9, cpu
+        most = max(everywhere) / 1e9
+        row: dict[str, Any] = {"row": title, "rank": most / seconds, "all": sum(everywhere) / seconds / 1e9}
+        row["first"], row["cpu"] = most / first, cpu
         if floor:  # the limit is reading: each byte is read once, however many ranks receive it
             row["floor"] = self.bytes / seconds / 1e9 / floor
         self.say(**row, verified=True)

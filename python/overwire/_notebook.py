@@ -76,12 +76,7 @@ def _class_of(cell: object) -> str:
 
 
 def table(
-    caption: str,
-    head: Sequence[str],
-    rows: Iterable[Sequence[object]],
-    count: int | None = None,
-    *,
-    folded: bool = False,
+    caption: str, head: Sequence[str], rows: Iterable[Sequence[object]], count: int | None = None, folded: bool = False
 ) -> str:
     """Makes an HTML table.
 
@@ -106,13 +101,8 @@ def table(
 def tensors(order: str, rows: Iterable[tuple[str, str, Iterable[int], int, int]], count: int, *, folded: bool) -> str:
     """Makes a table of tensors. A row has a tensor's name, dtype, shape, and bytes in memory and in the file."""
     cells = ((name, dtype, list(shape), size(nbytes), size(stored)) for name, dtype, shape, nbytes, stored in rows)
-    return table(
-        f"{count:,} tensor{'' if count == 1 else 's'}, {order}",
-        ("tensor", "dtype", "shape", "in memory", "stored"),
-        cells,
-        count,
-        folded=folded,
-    )
+    caption, head = f"{count:,} tensor{'' if count == 1 else 's'}, {order}", ("tensor", "dtype", "shape")
+    return table(caption, (*head, "in memory", "stored"), cells, count, folded)
 
 
 def block(title: str, facts: Iterable[tuple[str, object]], *tables: str) -> str:

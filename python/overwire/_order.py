@@ -51,8 +51,7 @@ class Saver:
         """Waits for earlier savers of the same paths, then registers this one."""
         while True:
             with lock:
-                earlier = _saver_of(self._keys)
-                if earlier is None:
+                if (earlier := _saver_of(self._keys)) is None:
                     _savers.append(self)
                     return
             _follow_saver(earlier)
@@ -69,9 +68,8 @@ class Saver:
 
 
 def await_saves(request: Mapping[str, Any]) -> None:
-    """Waits for background saves to the path or folder that a request writes. Raises the error of a failed
-    save unless it was raised before. Does nothing for requests of background saves, which have already claimed their
-    paths."""
+    """Waits for background saves to the path or folder that a request writes. Raises the error of a failed save unless
+    it was raised before. Does nothing for requests of background saves, which have already claimed their paths."""
     if _savers and request.get("path") and not request.get("background"):
         await_path(request["path"])
 
@@ -103,10 +101,8 @@ def _saver_of(keys: list[str]) -> Saver | None:
 
 def _follow_saver(earlier: Saver) -> None:
     if earlier._thread == get_ident():
-        raise ArgumentError(
-            f"overwire: save {earlier.shown_path()}: a signal handler or callback saves to the same path as the save "
-            "that it interrupts: use another path"
-        )
+        why = "a signal handler or callback saves to the same path as the save that it interrupts: use another path"
+        raise ArgumentError(f"overwire: save {earlier.shown_path()}: {why}")
     earlier.wait()
 
 

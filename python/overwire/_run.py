@@ -20,10 +20,8 @@ def run(words: list[str]) -> NoReturn:
     if words[:1] == ["--"]:
         words = words[1:]
     elif words and words[0].startswith("-"):
-        _exit_with(
-            _USAGE,
-            f"run has no option {words[0]}; see: overwire run --help (put -- before a program that begins with -)",
-        )
+        todo = "see: overwire run --help (put -- before a program that begins with -)"
+        _exit_with(_USAGE, f"run has no option {words[0]}; {todo}")
     if not words or not words[0]:
         _exit_with(_USAGE, "run needs a program; write: overwire run PROGRAM ARGUMENTS")
     if os.path.basename(words[0]).startswith("python"):
@@ -31,9 +29,8 @@ def run(words: list[str]) -> NoReturn:
             if not word.startswith("-") or word.startswith("--") or word in ("-", "-c", "-m"):
                 break
             if set(word[1:]) & set("IE"):
-                _exit_with(
-                    _USAGE, f"{words[0]} {word} ignores PYTHONPATH, which overwire run needs: leave that option out"
-                )
+                why = "ignores PYTHONPATH, which overwire run needs: leave that option out"
+                _exit_with(_USAGE, f"{words[0]} {word} {why}")
     folder = os.path.join(os.path.dirname(os.path.abspath(__file__)), "compat", "_path", "safetensors")
     paths = [folder, *filter(None, [os.environ.get("PYTHONPATH")])]
     try:

@@ -22,14 +22,8 @@ if TYPE_CHECKING:
     from ._requests import VerifyCopy
 
 # Exit statuses of the command line.
-_STATUSES = {
-    "FormatError": 1,
-    "CorruptError": 1,
-    "UntrustedPickleError": 1,
-    "NotFoundError": 3,
-    "AccessError": 3,
-    "NotSupportedError": 5,
-}
+_STATUSES = {"FormatError": 1, "CorruptError": 1, "UntrustedPickleError": 1}
+_STATUSES |= {"NotFoundError": 3, "AccessError": 3, "NotSupportedError": 5}
 _FAILED, _INTERRUPTED = 4, 130
 
 
@@ -65,9 +59,8 @@ def _read_only(words: list[str]) -> int:
 
 
 def _rewrite(words: list[str]) -> int:
-    sources = [
-        at for at, word in enumerate(words) if at and words[at - 1] not in ("-o", "--output") and is_torch_model(word)
-    ]
+    others = [0, *(at + 1 for at, word in enumerate(words) if word in ("-o", "--output"))]
+    sources = [at for at, word in enumerate(words) if at not in others and is_torch_model(word)]
     outputs = [word for before, word in zip(words, words[1:], strict=False) if before in ("-o", "--output")]
     outputs += [word.partition("=")[2] for word in words if word.startswith(("--output=", "-o="))]
     if not sources or not outputs:  # the engine reports which argument is missing

@@ -28,7 +28,5 @@ def refuse_capture(torch: Any) -> None:
     """Raises NotSupportedError if torch's current stream is being captured into a CUDA graph.
     Waiting for that stream would invalidate the capture."""
     if torch.cuda.is_current_stream_capturing():
-        raise NotSupportedError(
-            "overwire: the current stream is being captured into a CUDA graph, and this call cannot be captured: "
-            "make it before the capture, or on another stream"
-        )
+        why = "the current stream is being captured into a CUDA graph, and this call cannot be captured"
+        raise NotSupportedError(f"overwire: {why}: make it before the capture, or on another stream")

@@ -116,10 +116,8 @@ def span(source: Any, *, writable: bool = False) -> Span:
     is_dlpack = hasattr(source, "__dlpack__")
     # DLPack's device types 1 and 3: host memory, and pinned host memory.
     if source.__dlpack_device__()[0] not in (1, 3) if is_dlpack else hasattr(source, "__cuda_array_interface__"):
-        raise NotSupportedError(
-            f"overwire: {type(source).__name__} is on a GPU, and codecs work on host memory: move it to the host, "
-            "or see overwire.gpu and overwire.compat.nvcomp"
-        )
+        why = f"{type(source).__name__} is on a GPU, and codecs work on host memory: move it to the host"
+        raise NotSupportedError(f"overwire: {why}, or see overwire.gpu and overwire.compat.nvcomp")
     if not is_dlpack:
         raise ArgumentError(f"overwire: {type(source).__name__} is not a buffer or a DLPack tensor")
     tensor = tensor_view(source)
@@ -203,14 +201,9 @@ def run(
     """
     if bitstream not in BITSTREAMS:
         raise ArgumentError(f"overwire: bitstream {bitstream!r}: expected one of {', '.join(BITSTREAMS)}")
-    arguments = {
-        "algorithm": (algorithm, str),
-        "dtype": (dtype, str),
-        "chunk_size": (chunk_size, int),
-        "level": (level, int),
-        "checksums": (checksums, bool),
-    }
-    for what, (value, kind) in arguments.items():
+    arguments: list[tuple[str, Any, type]] = [("algorithm", algorithm, str), ("dtype", dtype, str)]
+    arguments += [("chunk_size", chunk_size, int), ("level", level, int), ("checksums", checksums, bool)]
+    for what, value, kind in arguments:
         if value is not None and not isinstance(value, kind):
             raise ArgumentError(f"overwire: {what} {value!r}: expected {kind.__name__}")
     if cascaded is not None and (not isinstance(cascaded, Sequence) or len(cascaded) != 3):
@@ -239,10 +232,8 @@ def run(
 def _coded_of(made: Result) -> list[Coded]:
     text, numbers, capsules, _, _ = made
     flat = memoryview(numbers).cast("q")
-    rows = [
-        Coded(capsule, address, size, None, checksum != 0)
-        for capsule, address, size, checksum in zip(capsules, flat[1::3], flat[2::3], flat[3::3], strict=True)
-    ]
+    columns = zip(capsules, flat[1::3], flat[2::3], flat[3::3], strict=True)
+    rows = [Coded(capsule, address, size, None, checksum != 0) for capsule, address, size, checksum in columns]
     for at, fields in (json.loads(text) or {}).items() if text else ():
         rows[int(at)] = rows[int(at)]._replace(error=error_of(fields))
     return rows
@@ -383,12 +374,9 @@ def max_size(
 ) -> Any:
     """Returns the maximum size of `encode`'s output for a buffer of `nbytes`, or for each size of a
     list. Raises ArgumentError."""
-    one = isinstance(nbytes, int)
     sizes = [nbytes] if isinstance(nbytes, int) else list(nbytes)
     if any(n < 0 for n in sizes):
         raise ArgumentError(f"overwire: nbytes {min(sizes)}: expected 0 or more")
-    bounds = run(
-        "bound", [], algorithm=algorithm, bitstream=bitstream, chunk_size=chunk_size, checksums=checksums, sizes=sizes
-    )
-    values = [bound.nbytes for bound in bounds]
-    return values[0] if one else values
+    how: Any = {"algorithm": algorithm, "bitstream": bitstream, "chunk_size": chunk_size, "checksums": checksums}
+    values = [bound.nbytes for bound in run("bound", [], sizes=sizes, **how)]
+    return values[0] if isinstance(nbytes, int) else values

@@ -21,9 +21,8 @@ from ._locks import new_lock
 log = logging.getLogger("overwire")
 
 # Maps counters of a report, which are nanoseconds summed over workers, to the names of stages.
-_STAGES = {
-    f"{stage}_ns": stage for stage in "read answer permit check decode wait plan encode hash write publish".split()
-}
+_WORK = "read answer permit check decode wait plan encode hash write publish"
+_STAGES = {f"{stage}_ns": stage for stage in _WORK.split()}
 # Maps counters of `VerbMetrics` to the field of the reports that they add up.
 _SUMS = {name: name for name in ("tensors", "bytes", "mapped", "direct", "seconds")} | {"written": "bytes_out"}
 _TABLES = ("errors", "stages")  # counters by name
@@ -69,8 +68,7 @@ def _add_up() -> None:
             notes.append(_noted.popleft())
     reports: list[Any] = json.loads(f"[{','.join(text or 'null' for _, text, _ in notes)}]")
     for (verb, _, error), report in zip(notes, reports, strict=True):
-        one = _totals.get(verb)
-        if one is None:
+        if (one := _totals.get(verb)) is None:
             zeros = {"runs": 0, **dict.fromkeys(_SUMS, 0), "seconds": 0.0}
             one = _totals.setdefault(verb, zeros | {name: {} for name in _TABLES})
         if error:
@@ -98,11 +96,9 @@ def _trace_span(verb: str, text: str, error: str) -> None:
     trace: Any = sys.modules["opentelemetry.trace"]
     report = json.loads(text) if text else None
     facts = report if isinstance(report, dict) else {}
-    end = time.time_ns()
-    prefix = "overwire"
-    span = trace.get_tracer(prefix).start_span(
-        f"{prefix}.{verb}", start_time=end - int(facts.get("seconds", 0.0) * 1e9)
-    )
+    end, prefix = time.time_ns(), "overwire"
+    start = end - int(facts.get("seconds", 0.0) * 1e9)
+    span = trace.get_tracer(prefix).start_span(f"{prefix}.{verb}", start_time=start)
     for name, value in facts.items():
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             span.set_attribute(f"{prefix}.{name}", value)

@@ -36,9 +36,8 @@ _NUMBERS = ((FileNotFoundError, errno.ENOENT), (PermissionError, errno.EACCES), 
 class OverwireError(Exception):
     """The base class of every error that overwire raises on purpose.
 
-    `source` is the file or URI, `tensor` the tensor's name, `chunk` the chunk's number in the
-    tensor, `offset` the byte offset in the source. `rule` is a more precise error name than the
-    class, such as "InvalidOffset" or "Checksum".
+    `source` is the file or URI, `tensor` the tensor's name, `chunk` the chunk's number in the tensor, `offset` the byte
+    offset in the source. `rule` is a more precise error name than the class, such as "InvalidOffset" or "Checksum".
     """
 
     def __init__(
@@ -54,11 +53,7 @@ class OverwireError(Exception):
         # A file name may contain invalid text or terminal control characters. The message escapes them, so it can
         # always be printed. `source` has the unchanged name.
         super().__init__(message.encode("utf-8", "backslashreplace").decode().translate(_CONTROLS))
-        self.source = source
-        self.tensor = tensor
-        self.chunk = chunk
-        self.offset = offset
-        self.rule = rule
+        self.source, self.tensor, self.chunk, self.offset, self.rule = source, tensor, chunk, offset, rule
         for kind, number in _NUMBERS:
             if isinstance(self, kind):
                 _set_number(self, number)
@@ -103,10 +98,7 @@ class OutOfMemoryError(OverwireError, MemoryError):
         **place: Any,
     ) -> None:
         super().__init__(message, **place)
-        self.asked = asked
-        self.free = free
-        self.total = total
-        self.device = device
+        self.asked, self.free, self.total, self.device = asked, free, total, device
 
 
 # By `make gen` out of the table in gosrc/errs: do not edit.
@@ -271,7 +263,6 @@ def not_a_handle(number: object) -> BaseException:
 def forked(what: str = "this call") -> BaseException:
     """Makes the error for calls that need the engine in a process that was forked after the engine had started. Calls
     that only read local files do not raise it. what: the call that needs the engine."""
-    return ForkedError(
-        f"overwire: {what} needs the engine, and this process cannot use it because it was forked after the engine "
-        "had started: use the spawn or forkserver start method, or fork before the first call"
-    )
+    why = "this process cannot use it because it was forked after the engine had started"
+    todo = "use the spawn or forkserver start method, or fork before the first call"
+    return ForkedError(f"overwire: {what} needs the engine, and {why}: {todo}")

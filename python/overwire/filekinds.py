@@ -11,8 +11,7 @@ from ._tables import FILE_KINDS
 
 class FileKind(NamedTuple):
     """A row of the engine's table of file kinds. foreign: whether folders with other libraries' weights may have such
-    files.
-    """
+    files."""
 
     what: str
     do: str

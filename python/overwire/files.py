@@ -32,8 +32,7 @@ _STEP = 8 << 20
 def regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY | os.O_CLOEXEC) -> int:
     """Opens a regular file for reading and returns its descriptor. Can be the `opener` of `open`.
 
-    flags: as for `os.open`. Raises ArgumentError if the file is not a regular file, and the
-    errors of `os.open`.
+    flags: as for `os.open`. Raises ArgumentError if the file is not a regular file, and the errors of `os.open`.
     """
     try:
         number = os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY)
@@ -116,14 +115,9 @@ def number_of(file: Any) -> int | None:
     """Returns the descriptor of an open file, or None if the file object may change the descriptor's bytes: the
     `fileno` of some file objects belongs to compressed or encrypted data."""
     plain = file.file if type(file).__module__ == "tempfile" and hasattr(file, "file") else file
-    raw = (
-        getattr(plain, "raw", None)
-        if isinstance(plain, (io.BufferedReader, io.BufferedWriter, io.BufferedRandom))
-        else plain
-    )
-    if type(raw) is not io.FileIO or raw.closed:
-        return None
-    return raw.fileno()
+    is_buffered = isinstance(plain, (io.BufferedReader, io.BufferedWriter, io.BufferedRandom))
+    raw = getattr(plain, "raw", None) if is_buffered else plain
+    return None if type(raw) is not io.FileIO or raw.closed else raw.fileno()
 
 
 def read_file(path: str, limit: int | None = None, name: str | None = None) -> bytes:
@@ -145,10 +139,8 @@ def read_file(path: str, limit: int | None = None, name: str | None = None) -> b
             while max(size, content.tell()) <= most:
                 block = file.read(min(_STEP, max(size, content.tell()) - content.tell() + (64 << 10)))
                 if block is None:
-                    raise IOFailure(
-                        f"overwire: read {name}: it has no data at present, and reading it could block forever",
-                        source=name,
-                    )
+                    why = "it has no data at present, and reading it could block forever"
+                    raise IOFailure(f"overwire: read {name}: {why}", source=name)
                 if not block:
                     return content.getvalue()
                 content.write(block)
@@ -160,9 +152,8 @@ def read_file(path: str, limit: int | None = None, name: str | None = None) -> b
     except OSError as error:
         raise error_of_system(error, "read", name) from error
     except MemoryError as error:
-        raise OutOfMemoryError(
-            f"overwire: read {name}: {size} bytes do not fit into memory", source=name, asked=size
-        ) from error
+        text = f"overwire: read {name}: {size} bytes do not fit into memory"
+        raise OutOfMemoryError(text, source=name, asked=size) from error
     if limit is None:
         text = f"overwire: read {name}: its {size} bytes exceed this machine's memory of {most} bytes"
         raise OutOfMemoryError(text, source=name, asked=size, total=most)

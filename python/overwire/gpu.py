@@ -75,9 +75,8 @@ def algorithms() -> tuple[str, ...]:
 def torch_of() -> Any:
     """Returns torch if the program has imported it and it finds a GPU, otherwise None."""
     torch = imported("torch")
-    return (
-        torch if torch is not None and getattr(torch, "cuda", None) is not None and torch.cuda.is_available() else None
-    )
+    cuda = getattr(torch, "cuda", None)
+    return torch if cuda is not None and cuda.is_available() else None
 
 
 def current_stream(device: int) -> int:
@@ -94,8 +93,7 @@ def alloc(nbytes: int, device: int, stream: int = 1) -> Memory:
     """
     if nbytes == 0:
         return Memory(0, 0, None, device)
-    torch = torch_of()
-    if torch is None:
+    if (torch := torch_of()) is None:
         _, numbers, (keep,), _, _ = _verbs.gpu_alloc(device, nbytes)
         return Memory(int.from_bytes(numbers, "little"), nbytes, keep, device)
     if (int(torch.cuda.current_stream(device).cuda_stream) or 1) == (stream or 1):
@@ -112,12 +110,8 @@ def _empty_tensor(torch: Any, nbytes: int, device: int) -> Any:
             return torch.empty(nbytes, dtype=torch.uint8, device=f"cuda:{device}")
         except torch.cuda.OutOfMemoryError as error:
             free, total = torch.cuda.mem_get_info(device)
-            raise OutOfMemoryError(
-                f"overwire: cuda:{device}: cannot allocate {nbytes} bytes: {error}",
-                asked=nbytes,
-                free=free,
-                total=total,
-            ) from error
+            text = f"overwire: cuda:{device}: cannot allocate {nbytes} bytes: {error}"
+            raise OutOfMemoryError(text, asked=nbytes, free=free, total=total) from error
 
 
 def copy(
@@ -250,9 +244,8 @@ def decode(
     DeviceError, OutOfMemoryError.
     """
     rows = streams if isinstance(streams, bytes) else pack_streams(streams)
-    return Batch(
-        _verbs.gpu_decode(algorithm, device, stream, _KINDS[bitstream], len(after), _pack_streams(after) + rows)
-    )
+    numbers = _pack_streams(after) + rows
+    return Batch(_verbs.gpu_decode(algorithm, device, stream, _KINDS[bitstream], len(after), numbers))
 
 
 def pack_streams(streams: Iterable[tuple[int, int, int, int, int]]) -> bytes:
@@ -277,15 +270,12 @@ def glance(
     have no header at a fixed offset.
     """
     rows = b"".join([_five(*one, 0, 0, 1) for one in streams])
-    text, numbers, _, _, _ = _verbs.gpu_peek(
-        algorithm or "", device, stream, _KINDS[bitstream], len(after), _pack_streams(after) + rows
-    )
+    operands = _pack_streams(after) + rows
+    text, numbers, *_ = _verbs.gpu_peek(algorithm or "", device, stream, _KINDS[bitstream], len(after), operands)
     facts, sizes = json.loads(text), memoryview(numbers).cast("q")
     errors = {int(at): error_of(fields) for at, fields in facts["errors"].items()}
-    return [
-        Glance(size, chunk, None if at in errors else name, errors.get(at))
-        for at, (size, chunk, name) in enumerate(zip(sizes[::2], sizes[1::2], facts["algorithms"] or (), strict=True))
-    ]
+    heads = enumerate(zip(sizes[::2], sizes[1::2], facts["algorithms"] or (), strict=True))
+    return [Glance(size, chunk, None if at in errors else name, errors.get(at)) for at, (size, chunk, name) in heads]
 
 
 def transform(dtype: str | None, sample: Any = None) -> int | None:
@@ -294,10 +284,8 @@ def transform(dtype: str | None, sample: Any = None) -> int | None:
     to decide."""
     from .codecs import span
 
-    place = span(sample) if sample is not None else None
-    number = _verbs.gpu_transform(
-        dtype or "", 0 if place is None else place.address, 0 if place is None else place.nbytes
-    )
+    address, nbytes = (0, 0) if sample is None else span(sample)[:2]
+    number = _verbs.gpu_transform(dtype or "", address, nbytes)
     return number if number >= 0 else None
 
 
@@ -323,7 +311,5 @@ def encode(
     rows = sum(max(1, -(-c[1] // c[4])) for c in contents)
     scratch = alloc(slot * rows, device, stream)
     table = b"".join([struct.pack("=6q", *one) for one in contents])
-    number = _verbs.gpu_encode(
-        device, stream, _KINDS[bitstream], scratch.address, scratch.nbytes, len(after), _pack_streams(after) + table
-    )
-    return Batch(number, scratch)
+    place, numbers = scratch[:2], _pack_streams(after) + table
+    return Batch(_verbs.gpu_encode(device, stream, _KINDS[bitstream], *place, len(after), numbers), scratch)

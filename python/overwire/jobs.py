@@ -37,15 +37,9 @@ _LARGE = 256 << 20
 
 # The words for finished work in log lines.
 _DONE = {
-    "load": "loaded",
-    "stream": "streamed",
-    "save": "saved",
-    "convert": "converted",
-    "verify": "verified",
-    "pin": "pinned",
-    "sleep": "put to sleep",
-    "fetch": "fetched",
-}
+    "load": "loaded", "stream": "streamed", "save": "saved", "convert": "converted", "verify": "verified",
+    "pin": "pinned", "sleep": "put to sleep", "fetch": "fetched",
+}  # fmt: skip
 
 _lock = new_lock()
 _last = "null"
@@ -331,12 +325,8 @@ class Job:
             if isinstance(report, dict) and (report_text := sentence(self.verb, report)):
                 # Loads of a single small tensor are frequent.
                 small = report.get("tensors") == 1 and report.get("bytes", 0) < _LARGE
-                log.log(
-                    logging.DEBUG if small else logging.INFO,
-                    "%s",
-                    report_text,
-                    extra={"report": {"verb": self.verb, **report}},
-                )
+                extra = {"report": {"verb": self.verb, **report}}
+                log.log(logging.DEBUG if small else logging.INFO, "%s", report_text, extra=extra)
             log.debug("%s: %s", self.verb, text)
         if '"no_gds"' in text:
             _say_once(json.loads(text)["no_gds"])

@@ -119,9 +119,8 @@ class Metrics(dict[str, VerbMetrics]):
             ("written", int, "Bytes of files that were written."),
             ("seconds", float, "Total duration of the calls in seconds."),
         ):
-            lines += _counter_lines(
-                name, text, [({"verb": verb}, kind(getattr(one, name))) for verb, one in self.items()]
-            )
+            values = [({"verb": verb}, kind(getattr(one, name))) for verb, one in self.items()]
+            lines += _counter_lines(name, text, values)
         for name, key, text, field_name in (
             ("errors", "error", "Calls that failed.", "errors"),
             ("stage_seconds", "stage", "Seconds summed over workers, by activity.", "stages"),

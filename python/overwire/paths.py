@@ -36,22 +36,18 @@ def local(path: Any) -> str:
     if not text:
         raise ArgumentError("overwire: the path is empty: name a file")
     if "\0" in text:
-        raise ArgumentError(
-            "overwire: the path has a NUL byte: pass a file's name or an open file, not the file's content"
-        )
+        todo = "pass a file's name or an open file, not the file's content"
+        raise ArgumentError(f"overwire: the path has a NUL byte: {todo}")
     try:
         same = text.isascii() or os.fsencode(text) == text.encode("utf-8", "surrogateescape")
         if is_remote(text):
             text.encode()
     except UnicodeEncodeError as error:
-        raise ArgumentError(
-            f"overwire: path: {_shown_path(text)} is not a file name or a URI: {error.reason}"
-        ) from None
+        why = f"{_shown_path(text)} is not a file name or a URI: {error.reason}"
+        raise ArgumentError(f"overwire: path: {why}") from None
     if not same:
-        raise ArgumentError(
-            f"overwire: path {_shown_path(text)}: the engine uses UTF-8 for file names, and this Python does not: "
-            "start Python with -X utf8"
-        )
+        why = "the engine uses UTF-8 for file names, and this Python does not: start Python with -X utf8"
+        raise ArgumentError(f"overwire: path {_shown_path(text)}: {why}")
     if is_remote(text):
         return text
     if is_file(text):
@@ -60,11 +56,8 @@ def local(path: Any) -> str:
     try:
         return _from_root(text) if ".." in text.split("/") else os.path.abspath(text)
     except FileNotFoundError:
-        raise NotFoundError(
-            f"overwire: path {_shown_path(text)}: the working folder was removed: change to another folder, or use "
-            "an absolute path",
-            source=text,
-        ) from None
+        why = "the working folder was removed: change to another folder, or use an absolute path"
+        raise NotFoundError(f"overwire: path {_shown_path(text)}: {why}", source=text) from None
 
 
 def _is_odd(path: str) -> bool:
@@ -147,9 +140,8 @@ def path_of(uri: str) -> str:
     host, slash, rest = uri.partition("://")[2].partition("/")
     path = os.fsdecode(unquote_to_bytes(os.fsencode(slash + rest)))
     if host not in ("", "localhost") or not slash or set(rest) & set("?#") or "\0" in path:
-        raise ArgumentError(
-            f"overwire: open {uri}: not the URI of a local file (write ? as %3F and # as %23)", source=uri
-        )
+        why = "not the URI of a local file (write ? as %3F and # as %23)"
+        raise ArgumentError(f"overwire: open {uri}: {why}", source=uri)
     return path
 
 

@@ -110,9 +110,8 @@ def spell_count(count: int, noun: str) -> str:
 def check_progress(progress: object) -> None:
     """Raises ArgumentError for an invalid `progress=`."""
     if not (progress is None or isinstance(progress, bool) or callable(progress)):
-        raise ArgumentError(
-            f"overwire: progress: expected True, False, None or a callable, got {type(progress).__name__}"
-        )
+        kind = type(progress).__name__
+        raise ArgumentError(f"overwire: progress: expected True, False, None or a callable, got {kind}")
 
 
 def watch(progress: ProgressLike, verb: str) -> Watcher | None:

@@ -17,8 +17,7 @@ from typing import Any
 from .bundles.budget import Budget
 from .errors import ArgumentError, FormatError
 
-#: A dtype as data: numpy's text ("<f4", "O", "<M8[ns]"), an ml_dtypes name, or a list of
-#: fields (name, spec, shape).
+#: A dtype as data: numpy's text ("<f4", "O", "<M8[ns]"), an ml_dtypes name, or a list of fields (name, spec, shape).
 Spec = str | list[Any]
 
 # Specs of numpy's own dtypes, with elements that are plain bytes or Python objects (O), and names of ml_dtypes.
@@ -38,8 +37,7 @@ def spec_of(dtype: Any) -> Spec | None:
         fields = []
         for name in dtype.names:
             field = dtype.fields[name][0]
-            spec = spec_of(field.base)
-            if spec is None:
+            if (spec := spec_of(field.base)) is None:
                 return None
             fields.append((name, spec, field.shape))
         result: Spec = fields
@@ -104,9 +102,7 @@ def scalar(spec: Spec, data: bytes, *, budget: Budget | None = None) -> Any:
         raise FormatError("overwire: unpickle: a scalar is malformed")
     if budget is not None:
         budget.charge_memory(len(data))
-    if not data:
-        return np.zeros((), kind)[()]
-    return np.frombuffer(data, kind)[0]
+    return np.frombuffer(data, kind)[0] if data else np.zeros((), kind)[()]
 
 
 def array(spec: Spec, shape: tuple[int, ...], fortran: bool, items: list[Any], *, budget: Budget | None = None) -> Any:

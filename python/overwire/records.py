@@ -119,13 +119,8 @@ class OpenRecords(HandleOwner):
         # If an interrupt comes before a Model owns the handle, this object's finalizer closes the file.
         self._number = ModelNumber(answer["handle"])
         del keep
-        self.about = RecordFile(
-            answer["version"],
-            answer["encrypted"],
-            answer["total"],
-            answer["size"],
-            tuple(map(_make_record, answer["entries"])),
-        )
+        records = tuple(map(_make_record, answer["entries"]))
+        self.about = RecordFile(answer["version"], answer["encrypted"], answer["total"], answer["size"], records)
 
     def shared_model(self) -> Model:
         """Returns the model of the file, shared by its loads."""
@@ -148,24 +143,13 @@ class OpenRecords(HandleOwner):
 
 
 def _make_record(entry: Mapping[str, Any]) -> Record:
-    derive = entry.get("derive")
-    return Record(
-        name=entry["name"],
-        type=entry["type"],
-        module=entry["module"],
-        dtype=entry["dtype"],
-        shape=tuple(entry["dims"] or ()),
-        record=entry["record"],
-        data=entry["data"],
-        nbytes=entry["bytes"],
-        prefix=base64.b64decode(entry.get("prefix", "")),
-        crc32=bytes.fromhex(entry["crc32"]) if entry.get("crc32") else None,
-        sha256=bytes.fromhex(entry["sha256"]) if entry.get("sha256") else None,
-        encrypted=entry["sealed"],
-        derivation=None
-        if derive is None
-        else KeyDerivation(derive["passes"], derive["memory"], base64.b64decode(derive["salt"])),
-    )
+    derivation = None
+    if (derive := entry.get("derive")) is not None:
+        derivation = KeyDerivation(derive["passes"], derive["memory"], base64.b64decode(derive["salt"]))
+    fields = {name: entry[name] for name in ("name", "type", "module", "dtype", "record", "data")}
+    fields |= {name: bytes.fromhex(entry[name]) if entry.get(name) else None for name in ("crc32", "sha256")}
+    fields |= {"shape": tuple(entry["dims"] or ()), "nbytes": entry["bytes"], "encrypted": entry["sealed"]}
+    return Record(**fields, prefix=base64.b64decode(entry.get("prefix", "")), derivation=derivation)
 
 
 def derive_key(password: bytes, derivation: KeyDerivation) -> bytes:
@@ -180,10 +164,8 @@ def sums(items: Iterable[tuple[bytes, int, int]]) -> list[tuple[bytes, bytes]]:
     items is faster than one call for each item."""
     rows = list(items)
     numbers = array("q", [n for _, pointer, nbytes in rows for n in (pointer, nbytes)]).tobytes()
-    return [
-        (bytes.fromhex(crc), bytes.fromhex(sha))
-        for crc, sha in _verbs.sums([prefix.hex() for prefix, _, _ in rows], numbers)
-    ]
+    texts = _verbs.sums([prefix.hex() for prefix, _, _ in rows], numbers)
+    return [(bytes.fromhex(crc), bytes.fromhex(sha)) for crc, sha in texts]
 
 
 @dataclass(frozen=True)
@@ -221,15 +203,10 @@ def write_records(
     IOFailure, a part of the data may have been written.
     """
     new = list(records)
-    spec: WriteRequest = {
-        "items": [{**_item_of(r), "module": r.module} for r in new],
-        "fd": file,
-        "path": path,
-        "offset": offset,
-        "threads": threads,
-        "key": "" if key is None else key.hex(),
-        "derive": None if derivation is None else derivation.spec(),
-    }
+    spec: WriteRequest = {"fd": file, "path": path, "offset": offset, "threads": threads}
+    spec["items"] = [{**_item_of(r), "module": r.module} for r in new]
+    spec["key"] = "" if key is None else key.hex()
+    spec["derive"] = None if derivation is None else derivation.spec()
     places = _verbs.write(spec, array("q", [r.pointer for r in new]).tobytes())["places"]
     is_encrypted = key is not None
     rows = []
@@ -240,13 +217,8 @@ def write_records(
 
 
 def _item_of(record: Record | NewRecord) -> RecordItem:
-    return {
-        "name": record.name,
-        "type": record.type,
-        "dtype": record.dtype,
-        "dims": list(record.shape),
-        "bytes": record.nbytes,
-    }
+    item: RecordItem = {"name": record.name, "type": record.type, "dtype": record.dtype}
+    return {**item, "dims": list(record.shape), "bytes": record.nbytes}
 
 
 def make_front(records: Iterable[Record], index_bytes: int, *, encrypted: bool, version: int = 1) -> bytes:
@@ -255,11 +227,9 @@ def make_front(records: Iterable[Record], index_bytes: int, *, encrypted: bool, 
     The index has the name, type, dtype, shape, offsets and nbytes of each record. version: the minimum version; the
     records may require a higher version. Raises ArgumentError if the index does not fit.
     """
-    items: list[RecordItem] = [
-        {**_item_of(r), "record": r.record, "data": r.data, "sealed": encrypted} for r in records
-    ]
+    items: list[RecordItem]
+    items = [{**_item_of(r), "record": r.record, "data": r.data, "sealed": encrypted} for r in records]
     if not 0 <= index_bytes <= 1 << 30:
         raise ArgumentError(f"overwire: index_bytes {index_bytes}: expected 0 to {1 << 30}")
-    return bytes.fromhex(
-        _verbs.front({"items": items, "length": index_bytes, "version": max(version, 3 if encrypted else 1)})
-    )
+    oldest = max(version, 3 if encrypted else 1)
+    return bytes.fromhex(_verbs.front({"items": items, "length": index_bytes, "version": oldest}))

@@ -34,7 +34,7 @@ from .model.storage import storage
 from .paths import is_remote, is_there, local
 
 if TYPE_CHECKING:
-    from ._requests import FetchPin, FetchRequest
+    from ._requests import FetchPin, FetchRequest, PutRequest
 
 # The folder of this process's descriptors, through which unnamed files get a name.
 _OWN_FILES = "/proc/self/fd"
@@ -66,9 +66,8 @@ def write_bytes(
     reach = storage(options, [uri])
     pointer, size, holder = buffer_of(data)
     try:
-        with Job(
-            _verbs.put({"path": uri, "stale": list(stale), "once": once, "storage": reach}, pointer, size), "save"
-        ) as job:
+        request: PutRequest = {"path": uri, "stale": list(stale), "once": once, "storage": reach}
+        with Job(_verbs.put(request, pointer, size), "save") as job:
             job.wait()
     finally:
         del holder  # a mapped file cannot be closed while this exists
@@ -153,10 +152,8 @@ class ObjectReader(io.RawIOBase):
         try:
             with contextlib.suppress(OSError):
                 fcntl.fcntl(sink, 1031, 1 << 20)  # F_SETPIPE_SZ
-            spec: FetchRequest = {
-                "uris": self._uris, "fd": sink, "from": self._at, "to": self._end or 0, "pin": self._pin
-            }
-            spec["storage"] = self._reach
+            spec: FetchRequest = {"uris": self._uris, "fd": sink, "from": self._at, "to": self._end or 0}
+            spec["pin"], spec["storage"] = self._pin, self._reach
             if self._sizes is not None:
                 spec["sizes"] = self._sizes
             self._job = Job(_verbs.fetch(spec), "fetch")
@@ -292,9 +289,8 @@ class ObjectWriter(io.BufferedRandom):
         # Only one call runs at a time. The lock is reentrant, so a signal handler can get here during a call.
         with self._lock:
             if self._is_ending:
-                raise ArgumentError(
-                    f"overwire: save {shown(self._uri)}: a signal handler interrupted a close or drop of this file"
-                )
+                why = "a signal handler interrupted a close or drop of this file"
+                raise ArgumentError(f"overwire: save {shown(self._uri)}: {why}")
             self._is_ending = True
             try:
                 if not self.closed:  # if _is_over is set, an earlier call was interrupted
