@@ -1,8 +1,7 @@
 """Tests that without trust=True a bundle's pickle cannot reach outside its blobs, change checked data, or take more
 memory and time than its size justifies.
 
-Each case runs overwire's pickle interpreter on blobs in memory. Cases that once crashed the process also run in a
-separate process.
+Each case runs overwire's pickle interpreter on blobs in memory. Cases that crashed it also run in another process.
 """
 
 from __future__ import annotations
@@ -475,8 +474,7 @@ def drop_bombs() -> None:
 
 
 def test_small_pickles_need_little_memory_and_time() -> None:
-    """In a separate process, small pickles that would need much memory or time are refused. Only a hang can exceed the
-    time limit."""
+    """Small pickles that would need much memory or time are refused. Only a hang can exceed the time limit."""
     done = warm.run(["-c", "import test_pickle_limits as t; t.drop_bombs()"], cwd=Path(__file__).parent)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     outcomes = dict(line.rsplit(": ", 1) for line in done.stdout.splitlines())

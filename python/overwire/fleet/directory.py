@@ -29,8 +29,8 @@ SILENCE = 300.0
 #: that it never waits for the next. Several nodes have one lease each: pieces arrive sooner if fewer share the store.
 LEASES = 2
 
-#: How many more pieces than the median of the nodes a node may read. It sends each of them to the others, so a node that
-#: reads faster than they do would keep them waiting for its link.
+#: How many more pieces than the median of the nodes a node may read. It sends its pieces to all others, so a node that
+#: reads faster than they do would let them wait for its link.
 AHEAD = 1
 
 #: A piece: the name of the object's state, and the piece's number.
