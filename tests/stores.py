@@ -144,7 +144,8 @@ class Front(BaseHTTPRequestHandler):
 def front(url: str) -> Iterator[tuple[str, type[Front]]]:
     """Yields the URL of a `Front` for a server, and the proxy class, which has its records and settings."""
     kind = type("OneFront", (Front,), {"behind": url.split("/")[2], "asked": [], "refuse": "", "methods": (), "wrong": 0})
-    server = ThreadingHTTPServer(("127.0.0.1", 0), kind)
+    waiting = {"request_queue_size": 128}  # connections of a busy machine; more are reset
+    server = type("Server", (ThreadingHTTPServer,), waiting)(("127.0.0.1", 0), kind)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
         yield f"http://127.0.0.1:{server.server_port}", kind
