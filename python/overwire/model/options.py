@@ -19,6 +19,13 @@ if TYPE_CHECKING:
     from ..frameworks.spec import TensorSpec
     from ..progress import ProgressLike
     from .storageoptions import StorageOptions
+else:
+
+    class TypedDict(dict):  # typing's class compiles every annotation, a tenth of the time to import load_file
+        def __init_subclass__(cls, total):
+            cls.__annotations__ = {k: v for one in (*cls.__bases__, cls) for k, v in one.__annotations__.items()}
+            cls.__optional_keys__ = frozenset(cls.__annotations__)
+
 
 #: "cpu", "cuda", "cuda:1", a torch.device, or the number of a GPU.
 DeviceLike: TypeAlias = "str | int | torch.device"
@@ -193,11 +200,11 @@ def spell_out(function: Callable[..., Any], kind: Any = None, owner: Any = None)
     """
     here = inspect.signature(function)
     named = [one for one in here.parameters.values() if kind is None or one.kind is not inspect.Parameter.VAR_KEYWORD]
-    for name, annotation in kind.__annotations__.items() if kind else ():
-        text = getattr(annotation, "__forward_arg__", annotation)
-        default = _DEFAULTS.get(name, False if text == "bool" else None)
-        named.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=text))
     plain = [one.replace(annotation=_as_source(one.annotation)) for one in named]
+    for name, annotation in kind.__annotations__.items() if kind else ():
+        text = _as_source(getattr(annotation, "__forward_arg__", annotation))
+        default = _DEFAULTS.get(name, False if text == "bool" else None)
+        plain.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=text))
     signature = _Signature(plain, return_annotation=_as_source(here.return_annotation))
     function.__signature__ = signature  # type: ignore[attr-defined]
     if kind and (owner or function).__doc__:  # there is no docstring with python -OO
