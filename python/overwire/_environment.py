@@ -37,8 +37,8 @@ def truth(name: str) -> bool:
 def settings() -> dict[str, str]:
     """Returns the engine's settings in the current `os.environ`."""
     return {
-        name: engine_text(value)
-        for name, value in os.environ.items()
+        name: engine_text(os.environ[name])  # os.environ encodes a name to look it up, which takes a microsecond
+        for name in os.environ
         if name.startswith("OVERWIRE_") or (_adopted and name in SETTINGS)
     }
 
