@@ -6,6 +6,7 @@ import (
 	"encoding/binary"
 	"math"
 	"math/bits"
+	"sync"
 
 	"github.com/overwire/overwire/gosrc/tensor"
 )
@@ -38,18 +39,19 @@ func seedWith(words ...uint64) rng {
 // random part of its width, so its low bits are random. The last cell ends at 5.
 const cells = 2048
 
-var normal = func() (t [cells][2]float32) {
+var normal [cells][2]float32
+
+var fillNormal = sync.OnceFunc(func() {
 	at := func(i int) float64 {
 		if i == cells {
 			return 5
 		}
 		return math.Sqrt2 * math.Erfinv(float64(i)/cells)
 	}
-	for i := range t {
-		t[i] = [2]float32{float32(at(i)), float32(at(i+1) - at(i))}
+	for i := range normal {
+		normal[i] = [2]float32{float32(at(i)), float32(at(i+1) - at(i))}
 	}
-	return t
-}()
+})
 
 // gaussOf makes a normally distributed value from 32 random bits: a sign, a cell, and 20 bits for the position in it.
 func gaussOf(u uint32) float32 {
@@ -61,6 +63,7 @@ func gaussOf(u uint32) float32 {
 // fillBlock generates one block of a part. It writes values into scratch, and then converts them to the dtype in dst,
 // which is the whole tensor.
 func fillBlock(k Kind, p part, seed uint64, b block, dst []byte, scratch []float32) {
+	fillNormal()
 	r := seedWith(seed, uint64(b.part), uint64(b.first))
 	width := int64(p.dtype.Bits()) / 8
 	dst = dst[b.first*width : (b.first+b.n)*width]

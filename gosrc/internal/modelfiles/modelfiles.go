@@ -14,6 +14,7 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"sync"
 )
 
 const (
@@ -37,18 +38,29 @@ type Name struct {
 }
 
 var (
-	indexName = regexp.MustCompile(`^(.+)\.safetensors(?:\.([^.]+))?\.index(?:\.([^.]+))?\.json$`)
-	shardName = regexp.MustCompile(`^(.*)-(\d{1,9})-of-(\d{1,9})(?:\.([^.]+))?$`)
-	partName  = regexp.MustCompile(`^shard-\d{1,9}-model-\d{1,9}-of-\d{1,9}\.safetensors$`)
-	markedEnd = regexp.MustCompile(`-ow[0-9a-f]{8}$`)
+	indexName = newMatcher(".index", `^(.+)\.safetensors(?:\.([^.]+))?\.index(?:\.([^.]+))?\.json$`)
+	shardName = newMatcher("-of-", `^(.*)-(\d{1,9})-of-(\d{1,9})(?:\.([^.]+))?$`)
+	partName  = newMatcher("shard-", `^shard-\d{1,9}-model-\d{1,9}-of-\d{1,9}\.safetensors$`)
 )
+
+// newMatcher returns a function that returns the groups of a pattern in a name, or nil. It compiles the pattern for the
+// first name with the given part, so that loads of single files do not wait for it.
+func newMatcher(part, pattern string) func(name string) []string {
+	regex := sync.OnceValue(func() *regexp.Regexp { return regexp.MustCompile(pattern) })
+	return func(name string) []string {
+		if !strings.Contains(name, part) {
+			return nil
+		}
+		return regex().FindStringSubmatch(name)
+	}
+}
 
 // ParseName parses a name. ok is false for other files and for hidden files.
 func ParseName(name string) (n Name, ok bool) {
 	if strings.HasPrefix(name, ".") {
 		return n, false
 	}
-	if m := indexName.FindStringSubmatch(name); m != nil {
+	if m := indexName(name); m != nil {
 		n = stemOf(m[1])
 		n.Index = true
 		if n.Variant == "" {
@@ -60,7 +72,7 @@ func ParseName(name string) (n Name, ok bool) {
 	if !ok {
 		return n, false
 	}
-	if m := shardName.FindStringSubmatch(base); m != nil {
+	if m := shardName(base); m != nil {
 		shard := stemOf(m[1])
 		shard.Number, _ = strconv.Atoi(m[2])
 		shard.Of, _ = strconv.Atoi(m[3])
@@ -76,12 +88,11 @@ func ParseName(name string) (n Name, ok bool) {
 
 // IsPart reports whether a file contains parts of tensors, according to its name. torch's
 // HuggingFaceStorageWriter writes such files as shard-RANK-model-FILE-of-FILES.safetensors.
-func IsPart(name string) bool { return partName.MatchString(name) }
+func IsPart(name string) bool { return partName(name) != nil }
 
 // stemOf removes the mark and the variant from a base name.
 func stemOf(base string) (n Name) {
-	n.Marked = markedEnd.MatchString(base)
-	n.Stem = markedEnd.ReplaceAllString(base, "")
+	n.Stem, n.Marked = cutMark(base)
 	for _, stem := range withVariants {
 		if variant, ok := strings.CutPrefix(n.Stem, stem+"."); ok && variant != "" {
 			n.Stem, n.Variant = stem, variant
@@ -131,8 +142,19 @@ func divideName(name string) (stem, rest string, ok bool) {
 	}
 	base := strings.TrimSuffix(name, Extension)
 	stem = base
-	if m := shardName.FindStringSubmatch(base); m != nil && n.Of > 0 {
+	if m := shardName(base); m != nil && n.Of > 0 {
 		stem = m[1]
 	}
-	return markedEnd.ReplaceAllString(stem, ""), name[len(stem):], true
+	rest = name[len(stem):]
+	stem, _ = cutMark(stem)
+	return stem, rest, true
+}
+
+// cutMark removes the mark from a base name.
+func cutMark(base string) (stem string, ok bool) {
+	at := strings.LastIndex(base, "-ow")
+	if at < 0 || len(base) != at+len("-ow01234567") || strings.Trim(base[at+len("-ow"):], "0123456789abcdef") != "" {
+		return base, false
+	}
+	return base[:at], true
 }

@@ -16,6 +16,8 @@ func TestNames(t *testing.T) {
 		"diffusion_pytorch_model.safetensors.fp16.index.json": {Stem: "diffusion_pytorch_model", Variant: "fp16", Index: true},
 		"model-ow0123abcd-00002-of-00004.safetensors":         {Stem: "model", Number: 2, Of: 4, Marked: true},
 		"a-ow0123abcd.safetensors":                            {Stem: "a", Marked: true},
+		"a-ow0123abcg.safetensors":                            {Stem: "a-ow0123abcg"},
+		"a-ow0123abcde.safetensors":                           {Stem: "a-ow0123abcde"},
 		"my.model.safetensors":                                {Stem: "my.model"},
 		"a-1-of-0.safetensors":                                {Stem: "a-1-of-0"},
 		"a-1-of-2.v.safetensors":                              {Stem: "a-1-of-2.v"},

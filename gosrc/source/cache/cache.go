@@ -31,6 +31,7 @@ import (
 	"runtime"
 	"slices"
 	"strings"
+	"sync"
 	"sync/atomic"
 	"syscall"
 	"time"
@@ -180,7 +181,7 @@ func (c Folder) removeLeftovers(own string) {
 		name, _, isObject := strings.Cut(e.Name(), ".tmp-")
 		key := filepath.Join(c.Path, name)
 		switch {
-		case !isLeftover.MatchString(e.Name()):
+		case !isLeftover().MatchString(e.Name()):
 		case !isObject: // a note
 			if info, err := e.Info(); err == nil && time.Since(info.ModTime()) > time.Hour {
 				_ = os.Remove(path)
@@ -197,7 +198,9 @@ func (c Folder) removeLeftovers(own string) {
 }
 
 // isLeftover matches the temporary names of objects and notes.
-var isLeftover = regexp.MustCompile(`^[0-9a-f]{32}(\.tmp|\.note)-[0-9a-f]+$`)
+var isLeftover = sync.OnceValue(func() *regexp.Regexp {
+	return regexp.MustCompile(`^[0-9a-f]{32}(\.tmp|\.note)-[0-9a-f]+$`)
+})
 
 // evictFiles removes objects until one of size bytes fits within the limit. Processes that have a removed file
 // open can still read it.
@@ -209,7 +212,7 @@ func (c Folder) evictFiles(size int64) {
 	sum := size
 	entries, _ := os.ReadDir(c.Path)
 	for _, e := range entries {
-		if info, err := e.Info(); err == nil && isObject.MatchString(e.Name()) {
+		if info, err := e.Info(); err == nil && isObject().MatchString(e.Name()) {
 			all, sum = append(all, info), sum+info.Size()
 		}
 	}
@@ -244,7 +247,7 @@ func (c Folder) lastUse(object fs.FileInfo) time.Time {
 }
 
 // isObject matches the names of objects. The folder may also contain the user's own files.
-var isObject = regexp.MustCompile(`^[0-9a-f]{32}-[0-9a-f]{32}$`)
+var isObject = sync.OnceValue(func() *regexp.Regexp { return regexp.MustCompile(`^[0-9a-f]{32}-[0-9a-f]{32}$`) })
 
 // findKept opens the file of a key if its hash matches. It removes files that do not match or that are not trusted.
 func findKept(ctx context.Context, key string, size int64) *os.File {

@@ -255,7 +255,7 @@ func TestLimit(t *testing.T) {
 		kept(id, 1000)
 		at := time.Now().Add(time.Duration(i-10) * time.Second)
 		for _, name := range names(t, dir) {
-			if info, err := os.Stat(filepath.Join(dir, name)); err == nil && isObject.MatchString(name) &&
+			if info, err := os.Stat(filepath.Join(dir, name)); err == nil && isObject().MatchString(name) &&
 				time.Since(info.ModTime()) < 5*time.Second {
 				_ = os.Chtimes(filepath.Join(dir, name), at, at)
 			}

@@ -18,6 +18,7 @@ import (
 	"sort"
 	"strconv"
 	"strings"
+	"sync"
 	"time"
 
 	"github.com/redis/go-redis/v9"
@@ -71,7 +72,7 @@ func Open(ctx context.Context, uri string, opt source.Options) (*retry.Source, e
 	r := s.retry
 	r.Host = n.scheme + "://" + n.host
 	r.Connections = cmp.Or(r.Connections, 16) // the server uses one thread for all connections
-	if first := o.values[0].key; len(first) > len(n.key) && ownKey.MatchString(first[len(n.key)+1:]) {
+	if first := o.values[0].key; len(first) > len(n.key) && ownKey().MatchString(first[len(n.key)+1:]) {
 		r.Pin = first
 	}
 	return retry.New(o, r), nil
@@ -168,15 +169,15 @@ func scanKeys(ctx context.Context, c *redis.Client, key string) ([]string, error
 	return nil, notRedis("the server's listing does not end")
 }
 
-var ownKey = regexp.MustCompile(`^ow-[0-9a-f]{16}:\d+$`)
+var ownKey = sync.OnceValue(func() *regexp.Regexp { return regexp.MustCompile(`^ow-[0-9a-f]{16}:\d+$`) })
 
 // layOutValues sorts the values and checks that they form one file: from offset 0, without gaps or overlaps.
 func layOutValues(ctx context.Context, c *redis.Client, key string, keys []string) ([]value, error) {
 	var values []value
-	isOurs := slices.ContainsFunc(keys, func(k string) bool { return ownKey.MatchString(k[len(key)+1:]) })
+	isOurs := slices.ContainsFunc(keys, func(k string) bool { return ownKey().MatchString(k[len(key)+1:]) })
 	for _, k := range keys {
 		off, err := strconv.ParseInt(k[strings.LastIndexByte(k, ':')+1:], 10, 64)
-		if err != nil || off < 0 || isOurs && !ownKey.MatchString(k[len(key)+1:]) {
+		if err != nil || off < 0 || isOurs && !ownKey().MatchString(k[len(key)+1:]) {
 			continue // a key of another program
 		}
 		values = append(values, value{key: k, off: off})

@@ -241,7 +241,7 @@ func (u *upload) Publish(ctx context.Context, n int, whole []byte) error {
 func writtenValues(ctx context.Context, c *redis.Client, key string) (values []value, err error) {
 	keys, err := scanKeys(ctx, c, key)
 	for _, k := range keys {
-		if ownKey.MatchString(k[len(key)+1:]) {
+		if ownKey().MatchString(k[len(key)+1:]) {
 			values = append(values, value{key: k})
 		}
 	}
