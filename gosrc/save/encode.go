@@ -15,7 +15,7 @@ import (
 	"github.com/overwire/overwire/gosrc/internal/ordered"
 	"github.com/overwire/overwire/gosrc/internal/sizes"
 	"github.com/overwire/overwire/gosrc/save/original"
-	"github.com/overwire/overwire/gosrc/save/publish"
+	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/tensor"
 	"github.com/zeebo/xxh3"
 )
@@ -32,7 +32,7 @@ const (
 type encoder struct {
 	s      *session
 	plan   *filePlan
-	draft  publish.Draft
+	draft  source.Output
 	path   string // path of the draft
 	pos    int64  // end of the data placed so far
 	starts []int  // start of each batch in tasks, and the end of the last batch
@@ -42,7 +42,7 @@ type encoder struct {
 }
 
 // encodeFile writes a file and returns its size and a summary of its original.
-func encodeFile(ctx context.Context, s *session, to publish.Draft, share writerShare, file *File) (written, error) {
+func encodeFile(ctx context.Context, s *session, to source.Output, share writerShare, file *File) (written, error) {
 	plan, err := planFile(s, file, share)
 	if err != nil {
 		return written{}, errs.In("save", to.URI(), err)
@@ -67,7 +67,10 @@ func encodeFile(ctx context.Context, s *session, to publish.Draft, share writerS
 func (f *encoder) runBatches(ctx context.Context) error {
 	window, workers := f.plan.windowSize()
 	f.divideBatches()
-	f.takeSlots(window, workers)
+	f.slots, f.enc = make([]*slot, window), make([]*codec.Encoder, workers)
+	for i := range min(window, len(f.starts)-1) {
+		f.slots[i] = slots.Get().(*slot)
+	}
 	defer f.returnSlots()
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
@@ -172,14 +175,7 @@ func (s *scratch) takeSpace(n, all int) []byte {
 // slots holds unused slots and their memory for the next file.
 var slots = sync.Pool{New: func() any { return new(slot) }}
 
-// takeSlots takes slots for a window of batches, and makes room for the encoders of the workers. See returnSlots.
-func (f *encoder) takeSlots(window, workers int) {
-	f.slots, f.enc = make([]*slot, window), make([]*codec.Encoder, workers)
-	for i := range min(window, len(f.starts)-1) {
-		f.slots[i] = slots.Get().(*slot)
-	}
-}
-
+// returnSlots keeps the slots and the encoders for the next file.
 func (f *encoder) returnSlots() {
 	for _, s := range f.slots {
 		if s != nil {
@@ -301,25 +297,6 @@ func (f *encoder) placeBatch(ctx context.Context, s *slot, first int) error {
 		return errs.Locate("save", f.path, f.plan.tasks[first].t.name, -1, f.draft.Skip(gap, at))
 	}
 	return nil
-}
-
-// placePack is placeBatch for chunks that a GPU encodes.
-func (f *encoder) placePack(ctx context.Context, p *pack) error {
-	first, end, err := p.place(ctx, f.plan.lay, f.s.stage, f.pos)
-	if err == nil && f.pos < first {
-		err = f.draft.Skip(f.pos, first)
-	}
-	f.pos = end
-	return err
-}
-
-// flushPack is flushBatch for chunks that a GPU encodes.
-func (f *encoder) flushPack(p *pack) error {
-	bytes, tensors, err := p.flush(f.plan.lay, f.draft, &f.s.clock)
-	f.s.onGPU.Add(bytes)
-	f.s.job.Bytes.Add(bytes)
-	f.s.job.Tensors.Add(tensors)
-	return err
 }
 
 // placeTask assigns a task its offset, and adds its bytes to the hashes.

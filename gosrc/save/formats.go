@@ -27,7 +27,7 @@ type fileFormat struct {
 	refuse func(s *Spec) string
 	// settings are storage options that are added when sources are read for this format.
 	settings map[string]string
-	write    func(ctx context.Context, s *session, to publish.Draft, share writerShare, file *File) (written, error)
+	write    func(ctx context.Context, s *session, to source.Output, share writerShare, file *File) (written, error)
 }
 
 // written is the result of writing one file.
@@ -119,7 +119,7 @@ func Resolve(path string, spec *Spec) (Target, error) {
 
 // writeTensors writes a .tensors file. Tensors from another .tensors file keep their types,
 // modules and dtypes. Other tensors are written as those of a state dict.
-func writeTensors(ctx context.Context, s *session, to publish.Draft, _ writerShare, file *File) (written, error) {
+func writeTensors(ctx context.Context, s *session, to source.Output, _ writerShare, file *File) (written, error) {
 	known := map[source.Source]map[string]tensorizer.Item{}
 	all := make([]tensorizer.Tensor, len(file.Items))
 	for i, t := range file.Items {

@@ -173,19 +173,10 @@ func (p *gpuGroup) takeRings() error {
 	return nil
 }
 
-// A row is a chunk that a GPU encodes.
-type row struct {
-	t            *Item
-	off          int64
-	n            int32
-	chunk        int // number of the chunk record
-	begins, ends bool
-}
-
-// A pack is a batch of rows, which is one task of the file.
+// A pack is a batch of chunks that a GPU encodes. It is one task of the file.
 type pack struct {
 	gpu    *gpu
-	rows   []row
+	rows   []task
 	bytes  int64 // total of the rows, each rounded up to 16
 	slot   int
 	before *pack // the previous pack in the slot, or nil
@@ -195,26 +186,25 @@ type pack struct {
 	over   chan struct{} // closed when the slot is free again
 }
 
-// packsOf holds the packs of one file by GPU.
-type packsOf map[*gpu][]*pack
-
-// packChunk adds a chunk to the pack last if it has room for the chunk. Otherwise it adds the chunk to a new pack and
-// returns that. Files share the GPU's slots: this file has share `number` out of `of`.
-func (all packsOf) packChunk(g *gpu, last *pack, number, of int, r row) (added *pack) {
+// packChunk adds a chunk to the last task if that is a pack of the GPU with room for it. Otherwise it adds a task.
+// Files share the GPU's slots.
+func (f *filePlan) packChunk(g *gpu, r task) {
 	n := sizes.RoundUp(int64(r.n), 16)
-	p := last
+	var p *pack
+	if k := len(f.tasks) - 1; k >= 0 {
+		p = f.tasks[k].pack
+	}
 	if p == nil || p.gpu != g || p.bytes+n > g.SlotBytes() || len(p.rows) == batchRows {
-		slots, earlier := g.SlotCount()/of, all[g]
-		p = &pack{gpu: g, slot: number*slots + len(earlier)%slots, over: make(chan struct{})}
+		slots, earlier := g.SlotCount()/f.share.of, f.packs[g]
+		p = &pack{gpu: g, slot: f.share.number*slots + len(earlier)%slots, over: make(chan struct{})}
 		if len(earlier) >= slots {
 			p.before = earlier[len(earlier)-slots]
 		}
-		all[g] = append(earlier, p)
-		added = p
+		f.packs[g] = append(earlier, p)
+		f.tasks = append(f.tasks, task{t: r.t, pack: p})
 	}
 	p.rows = append(p.rows, r)
 	p.bytes += n
-	return added
 }
 
 // encode waits until the pack's slot is free, and encodes the pack. lay is the container's layout, or nil.
@@ -263,28 +253,25 @@ func (p *pack) encode(ctx context.Context, lay *overwire.Layout, clock *clock) e
 	return nil
 }
 
-// place assigns a pack's offsets in the file, starting at pos, and its host memory, and adds its sums to the hashes. It
-// returns the first offset and the end.
-func (p *pack) place(ctx context.Context, lay *overwire.Layout, stage *publish.StagedMemory, pos int64) (first,
-	end int64, err error) {
-	at := make([]int64, len(p.rows))
-	end = pos
+// placePack is placeBatch for a pack. It also takes host memory for the pack.
+func (f *encoder) placePack(ctx context.Context, p *pack) (err error) {
+	at, end, lay := make([]int64, len(p.rows)), f.pos, f.plan.lay
 	for i := range p.rows {
 		r, from := &p.rows[i], &p.packed[i]
 		at[i] = end
 		if lay != nil {
 			if at[i], err = lay.Place(r.chunk, uint32(from.Stored)); err != nil {
-				return 0, 0, err
+				return err
 			}
 			if err := r.addSums(from); err != nil {
-				return 0, 0, err
+				return err
 			}
 		}
 		end = at[i] + from.Stored
 	}
 	p.at = at
-	if p.out, err = p.takeSpace(ctx, stage, end-at[0]); err != nil {
-		return 0, 0, err
+	if p.out, err = p.takeSpace(ctx, f.s.stage, end-at[0]); err != nil {
+		return err
 	}
 	last := at[0]
 	for i := range p.packed {
@@ -293,11 +280,15 @@ func (p *pack) place(ctx context.Context, lay *overwire.Layout, stage *publish.S
 		last = at[i] + from.Stored
 		from.To = unsafe.Pointer(&p.out[at[i]-at[0]])
 	}
-	return at[0], end, nil
+	if f.pos < at[0] {
+		err = f.draft.Skip(f.pos, at[0])
+	}
+	f.pos = end
+	return err
 }
 
 // addSums adds a chunk's sums to the hash of its tensor.
-func (r *row) addSums(from *stream.PackedRange) error {
+func (r *task) addSums(from *stream.PackedRange) error {
 	t := r.t
 	if r.begins {
 		t.sums.blocks = blocksum.New(t.bytes)
@@ -330,38 +321,38 @@ func (p *pack) takeSpace(ctx context.Context, stage *publish.StagedMemory, n int
 	return p.gpu.ring.Bytes(off, n), nil
 }
 
-// flush copies a pack to the host, computes checksums, writes it and frees its slot. It returns the number of logical
-// bytes, and of tensors that end in the pack.
-func (p *pack) flush(lay *overwire.Layout, draft publish.Draft, clock *clock) (bytes, tensors int64, err error) {
+// flushPack is flushBatch for a pack. It copies the pack to the host, computes checksums, writes it and frees its slot.
+func (f *encoder) flushPack(p *pack) error {
 	start := time.Now()
 	if err := p.gpu.QueueFetches(p.slot, p.packed); err != nil {
-		return 0, 0, err
+		return err
 	}
 	if err := p.gpu.Wait(p.slot); err != nil {
-		return 0, 0, err
+		return err
 	}
-	start = addLap(&clock.read, start)
+	start = addLap(&f.s.clock.read, start)
+	var bytes, tensors int64
 	first := p.at[0]
 	for i := range p.rows {
 		r := &p.rows[i]
-		if lay != nil {
+		if f.plan.lay != nil {
 			lo := p.at[i] - first
-			lay.Chunks[r.chunk].Sum = codec.Sum(p.out[lo : lo+p.packed[i].Stored])
+			f.plan.lay.Chunks[r.chunk].Sum = codec.Sum(p.out[lo : lo+p.packed[i].Stored])
 		}
 		if bytes += int64(r.n); r.ends {
 			tensors++
 		}
 	}
-	addLap(&clock.hash, start)
-	if d, ok := draft.(*publish.StagedDraft); ok {
+	addLap(&f.s.clock.hash, start)
+	if d, ok := f.draft.(*publish.StagedDraft); ok {
 		d.Hold(p.out, first)
-	} else {
-		err = draft.Write(p.out, first)
-	}
-	if err != nil {
-		return 0, 0, err
+	} else if err := f.draft.Write(p.out, first); err != nil {
+		return err
 	}
 	p.packed, p.rows, p.at, p.out = nil, nil, nil, nil
 	close(p.over)
-	return bytes, tensors, nil
+	f.s.onGPU.Add(bytes)
+	f.s.job.Bytes.Add(bytes)
+	f.s.job.Tensors.Add(tensors)
+	return nil
 }

@@ -35,7 +35,7 @@ type filePlan struct {
 	again    *original.Copy   // set if the plain file restores an original
 	start    int64            // offset of the data
 	tasks    []task
-	packs    packsOf
+	packs    map[*gpu][]*pack
 }
 
 // A task writes one chunk. If n is 0, the task hashes a whole tensor before its chunks are written, because they are
@@ -52,7 +52,7 @@ type task struct {
 
 // planFile orders the file's tensors and makes its tasks, and the layout of a container.
 func planFile(s *session, file *File, share writerShare) (*filePlan, error) {
-	p := &filePlan{s: s, file: file, share: share, original: file.Original, packs: packsOf{}}
+	p := &filePlan{s: s, file: file, share: share, original: file.Original, packs: map[*gpu][]*pack{}}
 	switch {
 	case s.spec.Compress:
 		return p, p.planContainer()
@@ -172,18 +172,6 @@ func (p *filePlan) cut(t *Item, g tensor.Grid, first int) {
 		} else {
 			p.tasks = append(p.tasks, c)
 		}
-	}
-}
-
-// packChunk adds a chunk to the last task if that is a pack of the GPU with room for it. Otherwise it adds a task.
-func (p *filePlan) packChunk(on *gpu, c task) {
-	var last *pack
-	if k := len(p.tasks) - 1; k >= 0 {
-		last = p.tasks[k].pack
-	}
-	if added := p.packs.packChunk(on, last, p.share.number, p.share.of, row{t: c.t, off: c.off, n: c.n, chunk: c.chunk,
-		begins: c.begins, ends: c.ends}); added != nil {
-		p.tasks = append(p.tasks, task{t: c.t, pack: added})
 	}
 }
 

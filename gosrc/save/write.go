@@ -1,18 +1,21 @@
 package save
 
-// This file writes the files of a save, several in parallel, publishes them, and times its stages.
+// This file names and writes the files of a save, several in parallel, publishes them, and times its stages.
 
 import (
 	"context"
 	"fmt"
+	"path/filepath"
 	"sync/atomic"
 	"time"
 
 	"github.com/overwire/overwire/gosrc/device/cuda"
 	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/format/safetensors"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 	"github.com/overwire/overwire/gosrc/job"
 	"github.com/overwire/overwire/gosrc/knob"
+	"github.com/overwire/overwire/gosrc/save/original"
 	"github.com/overwire/overwire/gosrc/save/publish"
 	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/stored"
@@ -155,7 +158,7 @@ func (w *Writer) Write(ctx context.Context, files []File) (rep Report, err error
 			rep.Originals = append(rep.Originals, *o)
 		}
 	}
-	if err := errs.Cause(ctx); err != nil {
+	if err := errs.In("save", w.target.Path, errs.Cause(ctx)); err != nil {
 		return rep, err
 	}
 	if w.Complete != nil {
@@ -199,7 +202,7 @@ func (w *Writer) writeFiles(ctx context.Context, cancel context.CancelCauseFunc,
 	for _, share := range all {
 		free <- share
 	}
-	drafts, out := make([]publish.Draft, len(files)), make([]written, len(files))
+	drafts, out := make([]source.Output, len(files)), make([]written, len(files))
 	each := func(do func(i int, share writerShare) error) error {
 		return firstError(ctx, spawn.Each(ctx, "save.file", len(all), len(files), func(i int) error {
 			share := <-free
@@ -364,4 +367,97 @@ func addLap(stage *atomic.Int64, start time.Time) time.Time {
 	now := time.Now()
 	stage.Add(int64(now.Sub(start)))
 	return now
+}
+
+// A File is one file that a save writes. It contains either Items or the Content of publish.File.
+type File struct {
+	publish.File
+	Metadata map[string]string
+	Items    []*Item
+	Original *original.File // the plain file with exactly these tensors and metadata, if known
+}
+
+// estimate sets the sizes that the publication needs.
+func (f *File) estimate() {
+	f.Most = 256 << 20 // maximum size of header and index
+	if f.Content != nil {
+		f.Expected = float64(f.Content.Bytes)
+		f.Most += f.Content.Bytes
+	}
+	for _, t := range f.Items {
+		switch t.form {
+		case plain:
+			f.Expected += float64(t.bytes)
+		case compressed:
+			f.Expected += float64(t.bytes) * t.expect * 0.97
+		}
+		f.Most += t.bytes + t.bytes/128 + 8192 // data may be aligned to a page
+	}
+}
+
+// divideShards divides tensors, in the given order, into files of at most `most` bytes (0 means no limit). An alias is
+// in the same file as its bytes.
+func divideShards(path string, most int64, metadata map[string]string, items []*Item) []File {
+	if most == 0 {
+		return []File{{File: publish.File{Path: path}, Metadata: metadata, Items: items}}
+	}
+	in := map[*Item]int{} // the shard of each tensor, except aliases
+	n, size := 1, int64(0)
+	for _, t := range items {
+		if t.form == alias {
+			continue
+		}
+		if size > 0 && t.bytes > most-size {
+			n, size = n+1, 0
+		}
+		in[t] = n - 1
+		size += t.bytes
+	}
+	files := make([]File, n)
+	for k := range files {
+		files[k].Metadata = metadata
+	}
+	for _, t := range items {
+		k := in[t]
+		if t.form == alias {
+			k = in[t.of]
+		}
+		files[k].Items = append(files[k].Items, t)
+	}
+	return NameFiles(path, files)
+}
+
+// NameFiles names the files of a model. A single file gets the path; several get shard names, and an index is added.
+func NameFiles(path string, files []File) []File {
+	if len(files) == 1 {
+		files[0].Path = path
+		return files
+	}
+	dir, stem := publish.SplitStem(path)
+	for k := range files {
+		files[k].Path = publish.JoinName(dir, fmt.Sprintf("%s-%05d-of-%05d%s", stem, k+1, len(files),
+			publish.Extension))
+	}
+	return AddIndex(publish.IndexPath(path), files)
+}
+
+// AddIndex adds an index.json that lists files as its shards.
+func AddIndex(path string, files []File) []File {
+	s := &safetensors.Shards{}
+	for k := range files {
+		f := &files[k]
+		f.Shard = true
+		s.Files = append(s.Files, filepath.Base(f.Path))
+		for _, t := range f.Items {
+			s.TotalSize += t.bytes
+			s.Weights = append(s.Weights, safetensors.Weight{Name: t.name, File: k})
+		}
+		if f.Content != nil {
+			s.TotalSize += f.Content.Tensors
+			for _, name := range f.Content.Names {
+				s.Weights = append(s.Weights, safetensors.Weight{Name: name, File: k})
+			}
+		}
+	}
+	return append(files, File{File: publish.IndexOf(path, s)})
 }

@@ -4,6 +4,8 @@ package source
 
 import (
 	"context"
+	"slices"
+	"sync"
 	"time"
 
 	"github.com/overwire/overwire/gosrc/errs"
@@ -195,3 +197,71 @@ func Urgent(ctx context.Context) context.Context { return context.WithValue(ctx,
 
 // IsUrgent reports whether ctx is from Urgent.
 func IsUrgent(ctx context.Context) bool { return ctx.Value(urgentKey{}) != nil }
+
+// An Output is a file or an object that is being written. Readers do not see it until it is published.
+//
+// Write and Skip may run in parallel. The other methods are called afterwards, one at a time.
+type Output interface {
+	// URI is the name as the user wrote it, or the path of a local file with symbolic links resolved.
+	URI() string
+	// Write writes bytes at an offset, each offset at most once. It does not retain p. It blocks while the
+	// store is slower than the caller.
+	Write(p []byte, off int64) error
+	// WriteView is like Write, but uses the bytes without a copy. They must not change until the save has ended or
+	// Draft.StopSends has returned.
+	WriteView(p []byte, off int64) error
+	// Skip declares that [lo, hi) will not be written and consists of zeros.
+	Skip(lo, hi int64) error
+	// Finish sets the size and waits until the disk or the store has all bytes. Ranges that were neither written nor
+	// skipped are zeros.
+	Finish(size int64) error
+}
+
+// A Draft is an object that is being written to a store. Cancelling the context with which it was created ends every
+// call except Drop and UndoPublish. Memory is bounded: parts are sent while the rest is still being written.
+type Draft interface {
+	Output
+	// Publish makes the finished object visible atomically. It replaces an existing object of the same name.
+	Publish() error
+	// UndoPublish removes the published object unless another program replaced it. An error means that it may remain.
+	UndoPublish() error
+	// StopSends aborts all sends immediately. Only Drop may follow. Once it returns, the draft no longer reads
+	// bytes passed to WriteView.
+	StopSends()
+	// Drop ends the draft and removes all unpublished data from the store. It may be called more than once.
+	Drop()
+}
+
+// An Entry is a file below a folder of a store, at any depth.
+type Entry struct {
+	Name string // relative to the folder, separated by slashes
+	Size int64  // -1 if the store does not report it
+}
+
+// notices are the warnings that Notices has not returned yet.
+var notices struct {
+	sync.Mutex
+	texts []string
+}
+
+// maxNotices is the largest number of stored warnings.
+const maxNotices = 64
+
+// Notice stores a warning until the next call of Notices. The text must not contain secrets. The caller of
+// Notices shows it once.
+func Notice(text string) {
+	notices.Lock()
+	defer notices.Unlock()
+	if !slices.Contains(notices.texts, text) && len(notices.texts) < maxNotices {
+		notices.texts = append(notices.texts, text)
+	}
+}
+
+// Notices returns the warnings added since the last call.
+func Notices() []string {
+	notices.Lock()
+	defer notices.Unlock()
+	texts := notices.texts
+	notices.texts = nil
+	return texts
+}

@@ -16,6 +16,7 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/atomicfile"
 	"github.com/overwire/overwire/gosrc/internal/modelfiles"
+	"github.com/overwire/overwire/gosrc/source"
 )
 
 // localFiles is the destination of a save to local files.
@@ -36,7 +37,7 @@ func beginLocal(p *Publication, files []*File) (*localFiles, error) {
 	return l, err
 }
 
-func (l *localFiles) Create(ctx context.Context, i int) (Draft, error) {
+func (l *localFiles) Create(ctx context.Context, i int) (source.Output, error) {
 	f := l.files[i]
 	place, err := l.pub.followPath(f.Path)
 	if err != nil {

@@ -60,20 +60,10 @@ type File struct {
 	like string // file that gives it its mode; "" means the publication's
 }
 
-// A Draft is one file that is being written. Readers do not see it until it is published; see source.Draft.
-type Draft interface {
-	URI() string
-	Write(p []byte, off int64) error
-	// WriteView is Write for bytes that do not change until the save ends.
-	WriteView(p []byte, off int64) error
-	Skip(lo, hi int64) error
-	Finish(size int64) error
-}
-
 // A Destination takes the files of one publication and publishes them together.
 type Destination interface {
 	// Create begins file i. It is safe for concurrent use.
-	Create(ctx context.Context, i int) (Draft, error)
+	Create(ctx context.Context, i int) (source.Output, error)
 	// Publish gives the finished files their names. The last one is the file that readers look for. Then it removes
 	// the remaining files of the old model.
 	Publish(ctx context.Context) error

@@ -21,7 +21,7 @@ type objects struct {
 	drafts []source.Draft // indexed by file; nil if not created yet
 }
 
-func (o *objects) Create(ctx context.Context, i int) (Draft, error) {
+func (o *objects) Create(ctx context.Context, i int) (source.Output, error) {
 	d, err := open.Create(ctx, o.files[i].Path, o.pub.Options, o.files[i].Most)
 	if err != nil {
 		return nil, err

@@ -13,6 +13,7 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/hostmem"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
+	"github.com/overwire/overwire/gosrc/source"
 )
 
 // StagedMemory holds the stored bytes of one save.
@@ -73,7 +74,7 @@ func (s *StagedMemory) Taken() int64 { return s.pos }
 
 // A StagedDraft keeps its bytes in staged memory until Flush writes them.
 type StagedDraft struct {
-	Draft
+	source.Output
 	ctx   context.Context
 	stage *StagedMemory
 	time  *atomic.Int64 // copy time in nanoseconds is added to it
@@ -89,8 +90,8 @@ type stagedWrite struct {
 }
 
 // Stage returns a draft that keeps the bytes of d until Flush.
-func (s *StagedMemory) Stage(ctx context.Context, d Draft, time *atomic.Int64) *StagedDraft {
-	return &StagedDraft{Draft: d, ctx: ctx, stage: s, time: time}
+func (s *StagedMemory) Stage(ctx context.Context, d source.Output, time *atomic.Int64) *StagedDraft {
+	return &StagedDraft{Output: d, ctx: ctx, stage: s, time: time}
 }
 
 // Write stages a copy of p.
@@ -129,9 +130,9 @@ func (d *StagedDraft) Flush(ctx context.Context, threads int, passed func(n int6
 	return spawn.Each(ctx, "save.write", threads, len(d.todo), func(i int) error {
 		x := &d.todo[i]
 		if x.p == nil {
-			return d.Draft.Skip(x.at, x.end)
+			return d.Output.Skip(x.at, x.end)
 		}
-		if err := d.Draft.WriteView(x.p, x.at); err != nil {
+		if err := d.Output.WriteView(x.p, x.at); err != nil {
 			return err
 		}
 		passed(int64(len(x.p)))

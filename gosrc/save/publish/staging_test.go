@@ -8,11 +8,12 @@ import (
 	"unsafe"
 
 	"github.com/overwire/overwire/gosrc/device/pinned"
+	"github.com/overwire/overwire/gosrc/source"
 )
 
 // A viewer is a draft that counts the bytes passed to WriteView, and how many of them are in a memory range.
 type viewer struct {
-	Draft
+	source.Output
 	mu     sync.Mutex
 	lo, hi uintptr
 	views  int
