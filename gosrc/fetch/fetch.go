@@ -6,12 +6,21 @@ package fetch
 import (
 	"bytes"
 	"context"
+	"crypto/sha256"
+	"encoding/hex"
 	"fmt"
 	"io"
+	"os"
+	"path"
+	"path/filepath"
+	"slices"
+	"strings"
 	"sync"
 	"time"
 
 	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/internal/atomicfile"
+	"github.com/overwire/overwire/gosrc/internal/modelfiles"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 	"github.com/overwire/overwire/gosrc/job"
 	"github.com/overwire/overwire/gosrc/source"
@@ -249,4 +258,193 @@ func readAhead(ctx context.Context, j *job.Job, spec Spec, opened func(source.So
 		}
 	}
 	return nil
+}
+
+// A FolderReport describes a fetched folder.
+type FolderReport struct {
+	Bytes   int64    `json:"bytes"`
+	Seconds float64  `json:"seconds"`
+	Files   []string `json:"files"`
+}
+
+// Folder fetches the files of a remote folder and its subfolders into the folder dst, weights first. It omits
+// hidden files. From the Hub, all files come from one commit. A new dst becomes visible when it is complete.
+// Until then it has a hidden name, and a later run resumes an interrupted fetch, as in File. Names that lead
+// out of dst are refused before anything is written.
+func Folder(ctx context.Context, j *job.Job, uri, dst string, opt source.Options) (rep FolderReport, err error) {
+	start := time.Now()
+	dir, files, err := filesOf(ctx, uri, opt)
+	if err != nil {
+		return rep, err
+	}
+	for _, f := range files {
+		if j != nil {
+			j.TotalBytes.Add(max(0, f.Size))
+		}
+	}
+	work, some := dst, false
+	var partial *atomicfile.PartialFolder // nil if dst exists
+	if st, statErr := os.Stat(dst); statErr != nil || !st.IsDir() {
+		if err := atomicfile.CheckFolder(dst); err != nil {
+			return rep, err
+		}
+		if partial, err = atomicfile.OpenPartialFolder(dst); err != nil {
+			return rep, err
+		}
+		work = partial.Work
+		defer func() {
+			if err == nil {
+				err = partial.Publish()
+			}
+			partial.Close(err != nil && !some)
+		}()
+	}
+	defer func() {
+		if err != nil && some {
+			source.Notice(dst + ": the files fetched so far are saved: run fetch again to resume")
+		}
+	}()
+	paths := make([]string, len(files))
+	for i, f := range files {
+		paths[i] = filepath.Join(work, filepath.FromSlash(f.Name))
+	}
+	if partial != nil {
+		if err := partial.KeepOnly(paths); err != nil {
+			return rep, err
+		}
+	}
+	for i, f := range files {
+		if err := atomicfile.MakeFolders(filepath.Dir(paths[i])); err != nil {
+			return rep, errs.In("fetch", paths[i], err)
+		}
+		spec := Spec{URIs: []string{source.Beside(dir, f.Name)}, Storage: opt, Own: true, counted: true}
+		one, any, err := bringObject(ctx, j, spec, paths[i], true)
+		rep.Bytes += one.Bytes
+		if some = some || any; err != nil {
+			return rep, err
+		}
+		rep.Files = append(rep.Files, filepath.Join(dst, filepath.FromSlash(f.Name)))
+	}
+	for _, path := range paths {
+		atomicfile.ForgetPartial(path)
+	}
+	rep.Seconds = time.Since(start).Seconds()
+	return rep, nil
+}
+
+// filesOf lists the files of a remote folder in the order in which they are fetched.
+func filesOf(ctx context.Context, uri string, opt source.Options) (dir string, files []source.Entry, err error) {
+	dir, files, err = open.With(opt).Walk(ctx, uri)
+	if err != nil {
+		return "", nil, err
+	}
+	files = slices.DeleteFunc(files, func(f source.Entry) bool {
+		return filepath.IsLocal(f.Name) && (strings.HasPrefix(f.Name, ".") || strings.Contains(f.Name, "/."))
+	})
+	for _, f := range files {
+		if !filepath.IsLocal(f.Name) || path.Clean(f.Name) != f.Name || strings.ContainsRune(f.Name, 0) {
+			return "", nil, errs.In("fetch", uri, errs.New(errs.ErrFormat, "%q is not a valid file name",
+				f.Name))
+		}
+	}
+	slices.SortStableFunc(files, func(a, b source.Entry) int { return order(a.Name) - order(b.Name) })
+	return dir, files, nil
+}
+
+// order returns 0 for weights, 1 for their indexes, and 2 for other files, which are fetched in this order.
+// Files such as config.json, by which programs recognize a model, are fetched last.
+func order(name string) int {
+	n, weights := modelfiles.ParseName(path.Base(name))
+	switch {
+	case weights && !n.Index:
+		return 0
+	case weights:
+		return 1
+	}
+	return 2
+}
+
+// File writes the bytes of the URIs to a file, which is either complete or absent. If the fetch of a single
+// object is interrupted, a hidden file retains the bytes and the object's state in the store (ETag, size). The
+// next run verifies their hash and resumes after them, unless the object has changed.
+func File(ctx context.Context, j *job.Job, spec Spec, out string) (Report, error) {
+	if len(spec.URIs) != 1 || spec.From > 0 || spec.To > 0 {
+		return fetchAnew(ctx, j, spec, out)
+	}
+	rep, _, err := bringObject(ctx, j, spec, out, false)
+	return rep, err
+}
+
+func fetchAnew(ctx context.Context, j *job.Job, spec Spec, out string) (rep Report, err error) {
+	err = atomicfile.With(out, func(f *os.File) (err error) {
+		rep, err = Fetch(ctx, j, spec, f)
+		return err
+	})
+	return rep, err
+}
+
+// bringObject is File for one URI. With inFolder, the note about the fetch remains, and a file that an earlier
+// run completed is not fetched again. some reports whether bytes of this or an earlier run remain on the disk.
+func bringObject(ctx context.Context, j *job.Job, spec Spec, out string, inFolder bool) (
+	rep Report, some bool, err error) {
+	s, err := open.Own(spec.Storage).Open(ctx, spec.URIs[0])
+	if err != nil {
+		return Report{}, false, err
+	}
+	defer s.Close()
+	spec.first = s
+	of := objectState(s, spec.Storage)
+	if of == "" {
+		rep, err = fetchAnew(ctx, j, spec, out)
+		return rep, err == nil, err
+	}
+	if inFolder && atomicfile.IsComplete(ctx, out, of, s.Size()) {
+		countBytes(j, s.Size())
+		return Report{}, true, nil
+	}
+	p, err := atomicfile.OpenPartial(ctx, out, of)
+	if err != nil {
+		return Report{}, false, err
+	}
+	if p == nil || p.Done > s.Size() {
+		if p != nil {
+			p.Close()
+		}
+		rep, err = fetchAnew(ctx, j, spec, out)
+		return rep, err == nil, err
+	}
+	defer p.Close()
+	if spec.From = p.Done; spec.counted {
+		countBytes(j, p.Done)
+	}
+	rep, err = Fetch(ctx, j, spec, p)
+	if err == nil && p.Done != s.Size() {
+		err = errs.In("fetch", s.URI(), errs.New(errs.ErrEngine, "got %d bytes, expected %d", p.Done, s.Size()))
+	}
+	if err == nil {
+		err = p.Publish(inFolder)
+	}
+	if err != nil && p.Done > 0 && !inFolder {
+		source.Notice(fmt.Sprintf("%d of %d bytes of %s are saved: run fetch again to resume", p.Done, s.Size(), out))
+	}
+	return rep, p.Done > 0, err
+}
+
+func countBytes(j *job.Job, n int64) {
+	if j != nil {
+		j.Bytes.Add(n)
+	}
+}
+
+// objectState returns an identifier of an object and its state in the store. It returns "" if the state has no
+// identity, or if it is a local file, because copying it again is just as fast.
+func objectState(s source.Source, opt source.Options) string {
+	f := s.Facts()
+	if f.File != nil || f.Identity.Pin == "" {
+		return ""
+	}
+	store := opt.StoreOf(source.Scheme(s.URI()))
+	sum := sha256.Sum256(fmt.Appendf(nil, "%s\x00%s\x00%s\x00%d", source.Path(s.URI()), store,
+		f.Identity.Pin, s.Size()))
+	return hex.EncodeToString(sum[:16])
 }

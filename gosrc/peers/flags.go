@@ -1,6 +1,6 @@
 package peers
 
-// This file defines the flags with which processes announce their progress and wait for each other.
+// This file defines the flags with which processes announce their progress and wait for each other, and paces polls.
 
 import (
 	"cmp"
@@ -13,10 +13,10 @@ import (
 	"time"
 	"unsafe"
 
-	"golang.org/x/sys/unix"
-
+	"github.com/overwire/overwire/gosrc/device/cuda/queue"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
+	"golang.org/x/sys/unix"
 )
 
 // lineBytes is the space for a process's flags. It keeps the flags of different processes in different cache lines.
@@ -324,4 +324,35 @@ func (b *Board) Lost() []int {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	return b.lost
+}
+
+// A Pacer rests between two polls for events of the device and other processes, which occur every few microseconds. In
+// a virtual machine, a sleeping goroutine wakes up a few hundred microseconds late, and waking one takes about as long.
+// The longer there is no work, the longer it rests. The zero value is ready to use.
+type Pacer struct{ idle time.Time } // when the work ran out, or zero while there is work
+
+const (
+	// spinTime is how long a Pacer spins without work before it sleeps.
+	spinTime = 200 * time.Microsecond
+	// longestRest is the maximum sleep between two polls.
+	longestRest = time.Millisecond
+)
+
+// RestUnless is called after each poll. worked means that there was work.
+func (p *Pacer) RestUnless(worked bool) {
+	if worked {
+		p.idle = time.Time{}
+		return
+	}
+	now := time.Now()
+	if p.idle.IsZero() {
+		p.idle = now
+	}
+	idle := now.Sub(p.idle)
+	if idle < spinTime {
+		queue.PauseBriefly()
+		return
+	}
+	nap := unix.NsecToTimespec(min(idle/8, longestRest).Nanoseconds())
+	_ = unix.ClockNanosleep(unix.CLOCK_MONOTONIC, 0, &nap, nil) // time.Sleep may be a millisecond late
 }

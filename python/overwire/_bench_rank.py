@@ -31,7 +31,7 @@ from .distributed import shard_range
 
 dist: Any = torch.distributed  # the type stubs are incomplete
 
-_SLOTS = 6 << 20  # pinned bytes per reading thread: the size of SlotsEach steps in gosrc/bench/reading.go
+_SLOTS = 6 << 20  # pinned bytes per reading thread: the size of SlotsEach steps in gosrc/bench/floors.go
 _THREADS = 16  # minimum number of reading threads over all ranks
 
 

@@ -1,25 +1,32 @@
 package s3
 
-// This file decides which responses to a write confirm that the store has the bytes. The status is not enough:
-// some stores, and proxies in front of them, respond with 200 and an empty body or an error.
+// This file sends the bodies of uploads, adds checksums if a bucket requires them (Object Lock), and decides which
+// responses confirm that the store has the bytes, encrypted with the caller's key. The status is not enough: some
+// stores, and proxies in front of them, respond with 200 and an empty body or an error.
 
 import (
 	"bytes"
 	"context"
 	"crypto/md5"
+	"encoding/base64"
+	"encoding/binary"
 	"encoding/hex"
 	"errors"
 	"fmt"
+	"hash/crc32"
 	"io"
 	"net/http"
+	"sort"
 	"strings"
 
 	"github.com/aws/aws-sdk-go-v2/aws"
+	awsmiddleware "github.com/aws/aws-sdk-go-v2/aws/middleware"
 	awshttp "github.com/aws/aws-sdk-go-v2/aws/transport/http"
 	"github.com/aws/aws-sdk-go-v2/service/s3"
 	"github.com/aws/aws-sdk-go-v2/service/s3/types"
 	"github.com/aws/smithy-go"
-
+	"github.com/aws/smithy-go/middleware"
+	smithyhttp "github.com/aws/smithy-go/transport/http"
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
@@ -235,4 +242,156 @@ func (w wary) Do(r *http.Request) (*http.Response, error) {
 		resp.StatusCode = http.StatusInternalServerError
 	}
 	return resp, nil
+}
+
+// A body reads several byte slices in order, and resets the watchdog of its request.
+type body struct {
+	all  [][]byte
+	ends []int64 // end offset of each slice
+	at   int64
+	w    *watch
+}
+
+func bodyOf(ctx context.Context, all [][]byte) io.ReadSeeker {
+	b := &body{all: all, w: ctx.Value(watch{}).(*watch)}
+	end := int64(0)
+	for _, one := range all {
+		end += int64(len(one))
+		b.ends = append(b.ends, end)
+	}
+	return b
+}
+
+func sizeOf(all [][]byte) (n int64) {
+	for _, one := range all {
+		n += int64(len(one))
+	}
+	return n
+}
+
+// restHere returns at most n of the remaining bytes in the current slice, or nil at the end of the body.
+func (b *body) restHere(n int) []byte {
+	k := sort.Search(len(b.ends), func(k int) bool { return b.ends[k] > b.at })
+	if k == len(b.ends) {
+		return nil
+	}
+	one := b.all[k]
+	one = one[int64(len(one))-(b.ends[k]-b.at):]
+	return one[:min(n, len(one))]
+}
+
+func (b *body) Read(p []byte) (n int, err error) {
+	b.w.timer.Reset(b.w.limit)
+	for n < len(p) {
+		one := b.restHere(len(p) - n)
+		if one == nil {
+			break
+		}
+		n += copy(p[n:], one)
+		b.at += int64(len(one))
+	}
+	if n == 0 && len(p) > 0 {
+		return 0, io.EOF
+	}
+	return n, nil
+}
+
+// WriteTo writes in blocks and resets the watchdog for each.
+func (b *body) WriteTo(w io.Writer) (n int64, err error) {
+	for one := b.restHere(block); one != nil && err == nil; one = b.restHere(block) {
+		b.w.timer.Reset(b.w.limit)
+		var k int
+		k, err = w.Write(one)
+		b.at += int64(k)
+		n += int64(k)
+	}
+	return n, err
+}
+
+const block = 256 << 10
+
+func (b *body) Seek(off int64, whence int) (int64, error) {
+	switch whence {
+	case io.SeekCurrent:
+		off += b.at
+	case io.SeekEnd:
+		off += sizeOf(b.all)
+	}
+	if off < 0 {
+		return 0, errors.New("seek to before the start of the body")
+	}
+	b.at = off
+	return off, nil
+}
+
+var castagnoli = crc32.MakeTable(crc32.Castagnoli)
+
+// checksumOf returns the CRC32C of a body in the format of S3's header, or nil for uploads without a checksum.
+// Stores other than AWS refuse unknown checksums, so checksums are only sent to buckets that require them.
+func checksumOf(p [][]byte, isWanted bool) *string {
+	if !isWanted {
+		return nil
+	}
+	sum := uint32(0)
+	for _, one := range p {
+		sum = crc32.Update(sum, castagnoli, one)
+	}
+	text := base64.StdEncoding.EncodeToString(binary.BigEndian.AppendUint32(nil, sum))
+	return &text
+}
+
+// algorithmOf names the checksum of a request, or for CreateMultipartUpload the checksum of the parts.
+func algorithmOf(isSummed bool) types.ChecksumAlgorithm {
+	if isSummed {
+		return types.ChecksumAlgorithmCrc32c
+	}
+	return ""
+}
+
+// mayWantSum reports whether a store may have refused an upload because it has no checksum. Buckets with a
+// default retention (Object Lock) do so, with various codes such as InvalidRequest and MissingContentMD5.
+func mayWantSum(ctx context.Context, err error) bool {
+	r, ok := errors.AsType[*refusal](classifyError(ctx, err))
+	return ok && r.class == errs.ErrArgument
+}
+
+func (c *client) sendsSums(bucket string) bool {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.summed[bucket]
+}
+
+// noteSums records for later uploads that a bucket requires checksums.
+func (c *client) noteSums(bucket string) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.summed[bucket] = true
+}
+
+// ruleNoKey is the rule of the error of confirmKey.
+const ruleNoKey = "CustomerKeyNotUsed"
+
+// confirmKey checks that the store has encrypted with the customer's key, according to its response to an upload. A
+// store that does not support such keys stores the bytes without encryption. Its response then does not mention the
+// key, or it repeats the request's headers including the key, which a supporting store never does.
+func (c *client) confirmKey(algorithm, sum *string, answer middleware.Metadata) error {
+	raw, ok := awsmiddleware.GetRawResponse(answer).(*smithyhttp.Response)
+	isEcho := ok && raw.Header.Get("X-Amz-Server-Side-Encryption-Customer-Key") != ""
+	if c.sse.key == nil || !isEcho && algorithm != nil && *algorithm == *c.sse.algorithm &&
+		(sum == nil || *sum == *c.sse.sum) {
+		return nil
+	}
+	return errs.WithRule(ruleNoKey, errs.New(errs.ErrNotSupported, "the store does not confirm that it encrypts with "+
+		"sse_customer_key, so anyone who can read the bucket could read the object: nothing was saved"))
+}
+
+// explainKey adds to the error of a refused read that a customer's key may be missing or wrong.
+func (c *client) explainKey(err error) error {
+	if r, ok := errors.AsType[*refusal](err); ok && r.class == errs.ErrArgument && says[r.code] == "" {
+		r.message = "if the object was saved with a customer's key, set sse_customer_key in storage_options"
+		if c.sse.key != nil {
+			r.message = "the object may have been saved with a different sse_customer_key, or without one"
+		}
+	}
+	return err
 }
