@@ -306,8 +306,7 @@ func (r *run) measureLoads() error {
 		}
 	}
 	r.addRow(Row{Group: "save", Name: fmt.Sprintf("compress and save %s of bf16", sizeText(total)),
-		Value: speed[1], Unit: "GB/s",
-		Floor: speed[0], FloorName: "saving uncompressed"})
+		Value: speed[1], Unit: "GB/s", Floor: speed[0], FloorName: "saving uncompressed"})
 	if err := r.saveInBackground(in, total); err != nil {
 		return err
 	}

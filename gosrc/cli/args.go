@@ -326,8 +326,7 @@ func (o *option) check(text string) error {
 		return usage("--%s %s: expected a size, such as 4GB or 512MiB", o.name, text)
 	}
 	if _, bare := strconv.ParseFloat(text, 64); o.size && bare == nil && size > 0 && size < 1e6 {
-		return usage("--%s %s: this would be %s bytes; add the unit: %sGB (or %sB)", o.name, text, text, text,
-			text)
+		return usage("--%s %s: this would be %s bytes; add the unit: %sGB (or %sB)", o.name, text, text, text, text)
 	}
 	return nil
 }

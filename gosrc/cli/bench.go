@@ -48,8 +48,7 @@ overwire bench gen llama-bf16 --size 1GB weights.safetensors`,
 		{name: "repeat", value: "N", lo: 1, hi: 1000, doc: "runs of each measurement (default 5)"},
 		{name: "dir", value: "DIR", doc: "folder for temporary files"},
 		{name: "ranks", value: "N", words: []string{"auto"},
-			doc: "measure N processes (or auto) that load at the same time, each to its own GPU; " +
-				"needs torch"},
+			doc: "measure N processes (or auto) that load at the same time, each to its own GPU; needs torch"},
 		{name: "faces", value: "NAMES", doc: "measure only functions with one of these comma-separated words in " +
 			"their names"},
 		{name: "seed", value: "N", hi: 1 << 62, doc: "gen: random seed"},
@@ -62,8 +61,7 @@ overwire bench gen llama-bf16 --size 1GB weights.safetensors`,
 		case len(c.args) > 0 && c.args[0] == "gen":
 			return generateWeights(c)
 		case c.opts["ranks"] != "":
-			return errs.New(errs.ErrNotSupported,
-				"bench --ranks needs the overwire command of the Python package")
+			return errs.New(errs.ErrNotSupported, "bench --ranks needs the overwire command of the Python package")
 		case len(c.args) > 0:
 			return usage("bench %s: write overwire bench, or overwire bench gen KIND OUT", c.args[0])
 		}

@@ -91,8 +91,10 @@ var errHelp = errors.New("help")
 // The job's counters show its progress; j may be nil. Main returns soon after ctx is
 // cancelled or the reader of its output closes the pipe. Call knob.Load first.
 func Main(ctx context.Context, j *job.Job, argv []string, stdout, stderr io.Writer, env Env) int {
-	ctx, readers := watchReaders(ctx)
-	defer readers.stop()
+	signal.Ignore(syscall.SIGPIPE)
+	ctx, stop := context.WithCancel(ctx)
+	defer stop()
+	readers := &readers{stop: stop} // it cancels ctx when a reader closes its pipe
 	status := runLine(ctx, j, argv, screen{&outlet{stdout, readers}}, screen{&outlet{stderr, readers}}, env)
 	if readers.gone.Load() {
 		return ExitPipe
@@ -368,13 +370,6 @@ const ExitPipe = 128 + int(syscall.SIGPIPE)
 type readers struct {
 	gone atomic.Bool
 	stop context.CancelFunc
-}
-
-// watchReaders returns a context that is cancelled when a reader closes its pipe.
-func watchReaders(ctx context.Context) (context.Context, *readers) {
-	signal.Ignore(syscall.SIGPIPE)
-	ctx, stop := context.WithCancel(ctx)
-	return ctx, &readers{stop: stop}
 }
 
 // An outlet is standard output or standard error. It prints nothing after a reader has closed its pipe.

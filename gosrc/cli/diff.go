@@ -226,11 +226,9 @@ func (r diffReport) print(w io.Writer, summary bool, limit int) {
 			"no tensor is in both models"))
 		return
 	}
-	fmt.Fprintf(w, "%s of %s changed (%s) in %s; %d %s equal; a delta takes %s, %s of %s\n",
-		humanize.Comma(r.Changed),
+	fmt.Fprintf(w, "%s of %s changed (%s) in %s; %d %s equal; a delta takes %s, %s of %s\n", humanize.Comma(r.Changed),
 		countText(r.Elements, "element"), shareText(r.Changed, r.Elements), countText(len(r.Tensors), "tensor"),
-		r.Equal, plural(r.Equal, "is", "are"), bytesText(r.Stored),
-		shareText(r.Stored, r.Bytes), bytesText(r.Bytes))
+		r.Equal, plural(r.Equal, "is", "are"), bytesText(r.Stored), shareText(r.Stored, r.Bytes), bytesText(r.Bytes))
 }
 
 func shareText(n, of int64) string {

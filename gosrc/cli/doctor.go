@@ -359,8 +359,7 @@ func adviseGPU(d *Diagnosis, add func(format string, args ...any)) {
 				g.Unplaced)
 		}
 		if g.LinkWidth > 0 && g.LinkWidth < 16 && !g.Coherent {
-			add("cuda:%d has only %s of 16: this link limits loads", g.Index,
-				countText(g.LinkWidth, "PCIe lane"))
+			add("cuda:%d has only %s of 16: this link limits loads", g.Index, countText(g.LinkWidth, "PCIe lane"))
 		}
 	}
 }

@@ -271,8 +271,7 @@ temporary folder and compares every tensor with what the safetensors library rea
 		storageOption}, decryptOptions...),
 	run: func(c *call) error {
 		if c.opts["against"] != "" {
-			return errs.New(errs.ErrNotSupported,
-				"verify --against needs the overwire command of the Python package")
+			return errs.New(errs.ErrNotSupported, "verify --against needs the overwire command of the Python package")
 		}
 		rep, err := verify.Verify(c.ctx, c.job, c.args, c.storage, c.is("original"))
 		if err != nil {

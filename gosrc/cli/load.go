@@ -120,8 +120,7 @@ func loadOnce(c *call, opt load.Options) (rep load.Report, err error) {
 func printTrace(w io.Writer, s *pipeline.Summary, workers int64) {
 	what := map[string]string{
 		"open": "open and index", "stage": "wait for a slot", "submit": "submit to the device",
-		"permit": "wait for a connection", "answer": "wait for the response",
-		"land": "tensors complete",
+		"permit": "wait for a connection", "answer": "wait for the response", "land": "tensors complete",
 	}
 	t := table(w)
 	fmt.Fprintf(t, "stage\ttimes\tseconds\tlongest\tbytes\t(%.4f s, %s; seconds are summed over all workers)\n",

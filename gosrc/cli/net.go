@@ -38,8 +38,7 @@ overwire serve does. If OUT is not empty, this needs --force.
 --presign downloads nothing: it prints an https URL, signed with your credentials,
 that lets anyone read the S3 object until it expires. Keep the URL secret.`,
 	example: "overwire fetch https://host/model.safetensors -o model.safetensors\n" +
-		"overwire fetch https://host/a.bin https://host/b.bin | consumer\n" +
-		"overwire fetch s3://models/llama -o llama\n" +
+		"overwire fetch https://host/a.bin https://host/b.bin | consumer\noverwire fetch s3://models/llama -o llama\n" +
 		"overwire fetch s3://models/m.safetensors --presign 3600",
 	options: []option{
 		{name: "output", short: "o", value: "OUT", doc: "file or folder to write (default: standard output)"},

@@ -30,8 +30,7 @@ const MaxOther = 64 << 20
 // OtherWeights are the extensions of other weight formats.
 var OtherWeights = []string{
 	".bin", ".ckpt", ".gguf", ".ggml", ".h5", ".keras", ".mlmodel", ".msgpack", ".nemo", ".npz", ".onnx", ".onnx_data",
-	".ot", ".pb", ".pdparams",
-	".pkl", ".pt", ".pth", ".tensors", ".tflite",
+	".ot", ".pb", ".pdparams", ".pkl", ".pt", ".pth", ".tensors", ".tflite",
 }
 
 // OtherFiles are the extensions of auxiliary files, which never have weights.

@@ -202,8 +202,7 @@ func parseFile(ctx context.Context, uri string, b []byte) (*File, error) {
 	}
 	if len(h.Tensors) != 3 || h.Tensors[1].Name != tableName || h.Tensors[2].Name != chunksName {
 		return nil, errs.New(errs.ErrFormat, "a delta file must have exactly the tensors %s, %s and %s",
-			overwire.IndexName, tableName,
-			chunksName)
+			overwire.IndexName, tableName, chunksName)
 	}
 	f := &File{URI: uri, Metadata: h.Metadata, Size: int64(len(b))}
 	delete(f.Metadata, overwire.MetadataKey)
@@ -270,8 +269,7 @@ func (p *parser) table() error {
 	}
 	if first != p.chunks || len(names) != 0 || len(b)-len(dims) != headSize+8*p.dims {
 		return formatError("the table has %d chunks, %d bytes of names and %d dimensions that belong to no tensor",
-			p.chunks-first, len(names),
-			p.dims)
+			p.chunks-first, len(names), p.dims)
 	}
 	return p.cutChunks(b[end-p.text-entrySize*p.chunks:])
 }

@@ -33,16 +33,14 @@ const (
 )
 
 var types = map[tensor.DType]Type{
-	tensor.Bool: {codeBool, 8, 1},
-	tensor.U8:   {codeUInt, 8, 1}, tensor.U16: {codeUInt, 16, 1},
+	tensor.Bool: {codeBool, 8, 1}, tensor.U8: {codeUInt, 8, 1}, tensor.U16: {codeUInt, 16, 1},
 	tensor.U32: {codeUInt, 32, 1}, tensor.U64: {codeUInt, 64, 1},
 	tensor.I8: {codeInt, 8, 1}, tensor.I16: {codeInt, 16, 1},
 	tensor.I32: {codeInt, 32, 1}, tensor.I64: {codeInt, 64, 1},
 	tensor.F16: {codeFloat, 16, 1}, tensor.F32: {codeFloat, 32, 1}, tensor.F64: {codeFloat, 64, 1},
 	tensor.BF16: {codeBFloat, 16, 1}, tensor.C64: {codeComplex, 64, 1},
 	tensor.F8E4M3: {codeF8E4M3FN, 8, 1}, tensor.F8E4M3FNUZ: {codeF8E4M3FNUZ, 8, 1},
-	tensor.F8E5M2: {codeF8E5M2, 8, 1}, tensor.F8E5M2FNUZ: {codeF8E5M2FNUZ, 8, 1},
-	tensor.F8E8M0: {codeF8E8M0FNU, 8, 1},
+	tensor.F8E5M2: {codeF8E5M2, 8, 1}, tensor.F8E5M2FNUZ: {codeF8E5M2FNUZ, 8, 1}, tensor.F8E8M0: {codeF8E8M0FNU, 8, 1},
 }
 
 // Describe returns the type and shape with which n bytes of a dense tensor are exported.

@@ -343,8 +343,7 @@ func filesOf(ctx context.Context, uri string, opt source.Options) (dir string, f
 	})
 	for _, f := range files {
 		if !filepath.IsLocal(f.Name) || path.Clean(f.Name) != f.Name || strings.ContainsRune(f.Name, 0) {
-			return "", nil, errs.In("fetch", uri, errs.New(errs.ErrFormat, "%q is not a valid file name",
-				f.Name))
+			return "", nil, errs.In("fetch", uri, errs.New(errs.ErrFormat, "%q is not a valid file name", f.Name))
 		}
 	}
 	slices.SortStableFunc(files, func(a, b source.Entry) int { return order(a.Name) - order(b.Name) })

@@ -136,8 +136,7 @@ func chooseModel(dir string, names []string) (Files, error) {
 		return Files{Index: indexes[0].paths[0]}, nil
 	case len(files) == 0 && len(unlisted) > 0:
 		return Files{}, placeError(dir, errs.New(errs.ErrFormat,
-			"%s is a shard of an unfinished save, or its index.json is missing: save or fetch "+
-				"the model again",
+			"%s is a shard of an unfinished save, or its index.json is missing: save or fetch the model again",
 			filepath.Base(unlisted[0])))
 	case len(files) == 0:
 		return Files{}, placeError(dir, errs.New(errs.ErrNotFound, "no %s file in this folder%s", suffix,

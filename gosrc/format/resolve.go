@@ -166,8 +166,7 @@ func chooseFiles(ctx context.Context, dir string, names []string, open Opener) (
 var usual = []string{
 	"model" + suffix + indexSuffix, "model" + suffix,
 	"diffusion_pytorch_model" + suffix + indexSuffix, "diffusion_pytorch_model" + suffix,
-	"delta" + suffix + indexSuffix, "delta" + suffix,
-	"consolidated" + suffix + indexSuffix, "consolidated" + suffix,
+	"delta" + suffix + indexSuffix, "delta" + suffix, "consolidated" + suffix + indexSuffix, "consolidated" + suffix,
 }
 
 func openRemoteFolder(ctx context.Context, at source.Location, open Opener, opt Options) (Files, error) {

@@ -39,10 +39,13 @@ func Dial(ctx context.Context, path string) (*Client, error) {
 		if ctx.Err() != nil {
 			return nil, errs.Cause(ctx)
 		}
-		if errors.Is(err, unix.ECONNREFUSED) {
+		if no, ok := errors.AsType[unix.Errno](err); ok {
+			err = no // without the text of package net, which repeats the path
+		}
+		if err == unix.ECONNREFUSED {
 			err = unix.ENOENT // a killed store left its socket behind
 		}
-		return nil, errs.In("host", path, errs.FromOS(&os.PathError{Op: "connect", Path: path, Err: unwrapSystem(err)}))
+		return nil, errs.In("host", path, errs.FromOS(&os.PathError{Op: "connect", Path: path, Err: err}))
 	}
 	c := &Client{conn: conn.(*net.UnixConn)}
 	if err := refuseOthers(c.conn); err != nil {
@@ -50,14 +53,6 @@ func Dial(ctx context.Context, path string) (*Client, error) {
 		return nil, errs.In("host", path, err)
 	}
 	return c, nil
-}
-
-// unwrapSystem returns the system's error without the text of package net, which repeats the path.
-func unwrapSystem(err error) error {
-	if no, ok := errors.AsType[unix.Errno](err); ok {
-		return no
-	}
-	return err
 }
 
 // Close ends the connection. It does not wait for a command that is running, which then fails.

@@ -127,7 +127,9 @@ func (q *putQueue) run() {
 func (q *putQueue) putOne(path, key string, src source.Source, p *pace) (repeat bool) {
 	ctx := spawn.Context()
 	p.watchLoad(ctx)
-	err := putFile(ctx, path, src, p)
+	err := putWith(ctx, path, src, func(c *Client) (string, error) {
+		return c.putPaced(ctx, src, func(int64) {}, p)
+	})
 	if err != nil && !errors.Is(err, errLater) {
 		var no *refusalError
 		source.Notice(fmt.Sprintf("host store: %s is not kept in memory: %s",
@@ -159,13 +161,6 @@ func AwaitPuts(d time.Duration) bool {
 			return !running
 		}
 	}
-}
-
-// putFile puts a file into the store at path. p is nil if no load reads it.
-func putFile(ctx context.Context, path string, src source.Source, p *pace) error {
-	return putWith(ctx, path, src, func(c *Client) (string, error) {
-		return c.putPaced(ctx, src, func(int64) {}, p)
-	})
 }
 
 // putWith connects to the store at path, and counts what put puts there.

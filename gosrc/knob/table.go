@@ -18,8 +18,7 @@ var (
 		alias{name: "PRELOAD_PATH"})
 	PreloadDevice = text("OVERWIRE_PRELOAD_DEVICE", "cpu", "preload.md",
 		"Device to preload to: cpu leaves CUDA untouched, for programs that fork; cuda is the GPU of LOCAL_RANK.")
-	NoPreload = flag("OVERWIRE_NO_PRELOAD", "preload.md",
-		"Do not preload, even if OVERWIRE_PRELOAD names a file.",
+	NoPreload = flag("OVERWIRE_NO_PRELOAD", "preload.md", "Do not preload, even if OVERWIRE_PRELOAD names a file.",
 		alias{name: "NO_PRELOAD"}, alias{name: "LOAD_UNCOMPRESSED"})
 	Patch = flag("OVERWIRE_PATCH", "transformers.md#unchanged-programs",
 		"Patch the safetensors package when overwire is imported, so that unchanged programs read through overwire.")
@@ -89,6 +88,5 @@ var table = []interface {
 	row() Row
 }{
 	Preload, PreloadDevice, NoPreload, Patch, Cache, CacheGB, Ray, RayPieceMB, RayPercent,
-	Prepared, PreparedGB, SleepImages, Host, Log, Trace, Threads,
-	MMap, Read, Exchange, CPU, Downloader, DownloaderLog,
+	Prepared, PreparedGB, SleepImages, Host, Log, Trace, Threads, MMap, Read, Exchange, CPU, Downloader, DownloaderLog,
 }

@@ -234,8 +234,7 @@ func (l *Loading) Bind(pairs []int64, stream uint64) error {
 		if at < 0 || at >= int64(len(l.wants)) || !l.dests.isBound(int(at)) || dst == 0 ||
 			!l.dests.known[at].CompareAndSwap(0, dst) {
 			return errs.New(errs.ErrArgument,
-				"bind: request %d does not wait for a destination, or %#x is not a valid address",
-				at, dst)
+				"bind: request %d does not wait for a destination, or %#x is not a valid address", at, dst)
 		}
 	}
 	l.dests.wake(nil)

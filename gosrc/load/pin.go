@@ -84,8 +84,7 @@ func (p *pinned) compareSums(m *Model, i int) error {
 	for k, c := range m.held.Chunks[t.First : t.First+t.Count] {
 		if sum := codec.Sum(p.bytes[t.Source][c.Off : c.Off+int64(c.Stored)]); sum != c.Sum {
 			return &errs.At{Verb: "check", Source: m.ix.Sources[t.Source].URI, Tensor: t.Name, Chunk: int64(k),
-				Offset: c.Off,
-				Err:    errs.NewMismatch(c.Sum, sum)}
+				Offset: c.Off, Err: errs.NewMismatch(c.Sum, sum)}
 		}
 	}
 	return nil

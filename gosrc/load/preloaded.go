@@ -46,8 +46,7 @@ func NewPreloaded(m *Model, opt Options) (*Preloaded, error) {
 		return nil, err
 	}
 	s := &Preloaded{model: m, l: l, names: make([]map[string]int32, len(m.srcs)), landed: make([]bool, l.Len()),
-		wake:  make(chan struct{}),
-		files: make([]preloadedFile, len(m.srcs)), left: len(m.srcs)}
+		wake: make(chan struct{}), files: make([]preloadedFile, len(m.srcs)), left: len(m.srcs)}
 	for i := range s.names {
 		s.names[i] = map[string]int32{}
 	}

@@ -66,8 +66,7 @@ type columns struct {
 // Model returns a page with the tensors of an inspection: a treemap of their names, and a table.
 func Model(in *verify.Inspection) ([]byte, error) {
 	c := columns{Files: []string{}, Names: []string{}, File: []int{}, DTypes: []string{}, DType: []int{},
-		Shapes: []string{},
-		Bytes:  []int64{}, Stored: []int64{}, Codings: []string{}, Coding: []int{}}
+		Shapes: []string{}, Bytes: []int64{}, Stored: []int64{}, Codings: []string{}, Coding: []int{}}
 	dtypes, codings := map[string]int{}, map[string]int{}
 	for i, f := range in.Sources {
 		c.Files = append(c.Files, f.URI)

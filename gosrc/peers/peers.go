@@ -342,8 +342,7 @@ func mapShared(fd int, size int64) (*sharedMemory, error) {
 // openShared maps n bytes of another process's memory, or maps this process's memory again.
 func openShared(o *Offer, number int, n int64) (*sharedMemory, error) {
 	refuse := func(why any) (*sharedMemory, error) {
-		return nil, errs.New(errs.ErrNotSupported, "cannot open the shared memory of process %d: %v", o.Process,
-			why)
+		return nil, errs.New(errs.ErrNotSupported, "cannot open the shared memory of process %d: %v", o.Process, why)
 	}
 	fd, err := unix.Open(fmt.Sprintf("/proc/%d/fd/%d", o.Process, number),
 		unix.O_RDWR|unix.O_CLOEXEC|unix.O_NONBLOCK|unix.O_NOCTTY, 0)

@@ -47,8 +47,7 @@ func Costs(ix *tensor.Index, parts []Part, then Conversion) ([]Cost, error) {
 			bits := int64(t.DType.Bits())
 			if p.Elements < 0 || p.Elements > n/bits*8+n%bits*8/bits {
 				return nil, errs.New(errs.ErrArgument,
-					"part %d: invalid number of elements %d for %q, a tensor of %d bytes", i, p.Elements,
-					t.Name, n)
+					"part %d: invalid number of elements %d for %q, a tensor of %d bytes", i, p.Elements, t.Name, n)
 			}
 			n = p.Elements/8*bits + (p.Elements%8*bits+7)/8
 		}

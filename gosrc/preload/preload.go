@@ -70,8 +70,7 @@ var errCancelled = errs.New(errs.ErrCancelled, "by the caller")
 // returns that preload, unless files were replaced or tensors were taken since it started.
 func Start(spec load.Spec, opt load.Options) *Preload {
 	p := &Preload{uris: normalizeURIs(spec.URIs), reached: spec.Storage.Key(), device: deviceName(opt.Device),
-		read:   readingMode(opt.Read),
-		paused: make(chan struct{}), opened: make(chan struct{})}
+		read: readingMode(opt.Read), paused: make(chan struct{}), opened: make(chan struct{})}
 	mu.Lock()
 	defer mu.Unlock()
 	pruneEmpty()
@@ -123,9 +122,8 @@ func (p *Preload) openFiles(ctx context.Context, spec load.Spec, opt load.Option
 
 // unknownState returns the error for an object that a later load could not identify, so it cannot be preloaded.
 func unknownState(uri, who string) error {
-	return &errs.At{Verb: "preload", Source: uri, Chunk: -1, Offset: -1,
-		Err: errs.New(errs.ErrNotSupported,
-			"%s neither an ETag nor a date, so the object cannot be preloaded", who)}
+	return errs.In("preload", uri, errs.New(errs.ErrNotSupported,
+		"%s neither an ETag nor a date, so the object cannot be preloaded", who))
 }
 
 // tick and coarse are the resolutions of file times: a tick of the kernel's clock, or two seconds on file systems
@@ -159,8 +157,7 @@ func (p *Preload) whenSettled(ctx context.Context, spec load.Spec) (*load.Model,
 			return nil, nil, err
 		}
 	}
-	return nil, nil, &errs.At{Verb: "preload", Source: spec.URIs[0], Chunk: -1, Offset: -1,
-		Err: errs.New(errs.ErrIO, "the file is still being written")}
+	return nil, nil, errs.In("preload", spec.URIs[0], errs.New(errs.ErrIO, "the file is still being written"))
 }
 
 // pauseForClock waits until a change of the files would show in their times. If the pause is long or repeated, later

@@ -8,6 +8,7 @@ import (
 	"slices"
 	"sync"
 	"time"
+	"unsafe"
 
 	"github.com/overwire/overwire/gosrc/codec"
 	"github.com/overwire/overwire/gosrc/codec/digest"
@@ -15,6 +16,7 @@ import (
 	"github.com/overwire/overwire/gosrc/internal/ordered"
 	"github.com/overwire/overwire/gosrc/internal/sizes"
 	"github.com/overwire/overwire/gosrc/save/original"
+	"github.com/overwire/overwire/gosrc/save/publish"
 	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/tensor"
 	"github.com/zeebo/xxh3"
@@ -296,6 +298,76 @@ func (f *encoder) placeBatch(ctx context.Context, s *slot, first int) error {
 	if at := s.chunks[0].at; at > gap { // gaps between chunks are written with the chunks
 		return errs.Locate("save", f.path, f.plan.tasks[first].t.name, -1, f.draft.Skip(gap, at))
 	}
+	return nil
+}
+
+// placePack is placeBatch for a pack. It also takes host memory for the pack.
+func (f *encoder) placePack(ctx context.Context, p *pack) (err error) {
+	at, end, lay := make([]int64, len(p.rows)), f.pos, f.plan.lay
+	for i := range p.rows {
+		r, from := &p.rows[i], &p.packed[i]
+		at[i] = end
+		if lay != nil {
+			if at[i], err = lay.Place(r.chunk, uint32(from.Stored)); err != nil {
+				return err
+			}
+			if err := r.addSums(from); err != nil {
+				return err
+			}
+		}
+		end = at[i] + from.Stored
+	}
+	p.at = at
+	if p.out, err = p.takeSpace(ctx, f.s.stage, end-at[0]); err != nil {
+		return err
+	}
+	last := at[0]
+	for i := range p.packed {
+		from := &p.packed[i]
+		clear(p.out[last-at[0] : at[i]-at[0]]) // the memory may have been used before
+		last = at[i] + from.Stored
+		from.To = unsafe.Pointer(&p.out[at[i]-at[0]])
+	}
+	if f.pos < at[0] {
+		err = f.draft.Skip(f.pos, at[0])
+	}
+	f.pos = end
+	return err
+}
+
+// flushPack is flushBatch for a pack. It copies the pack to the host, computes checksums, writes it and frees its slot.
+func (f *encoder) flushPack(p *pack) error {
+	start := time.Now()
+	if err := p.gpu.QueueFetches(p.slot, p.packed); err != nil {
+		return err
+	}
+	if err := p.gpu.Wait(p.slot); err != nil {
+		return err
+	}
+	start = addLap(&f.s.clock.read, start)
+	var bytes, tensors int64
+	first := p.at[0]
+	for i := range p.rows {
+		r := &p.rows[i]
+		if f.plan.lay != nil {
+			lo := p.at[i] - first
+			f.plan.lay.Chunks[r.chunk].Sum = codec.Sum(p.out[lo : lo+p.packed[i].Stored])
+		}
+		if bytes += int64(r.n); r.ends {
+			tensors++
+		}
+	}
+	addLap(&f.s.clock.hash, start)
+	if d, ok := f.draft.(*publish.StagedDraft); ok {
+		d.Hold(p.out, first)
+	} else if err := f.draft.Write(p.out, first); err != nil {
+		return err
+	}
+	p.packed, p.rows, p.at, p.out = nil, nil, nil, nil
+	close(p.over)
+	f.s.onGPU.Add(bytes)
+	f.s.job.Bytes.Add(bytes)
+	f.s.job.Tensors.Add(tensors)
 	return nil
 }
 

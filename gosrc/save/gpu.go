@@ -9,7 +9,6 @@ import (
 	"context"
 	"errors"
 	"time"
-	"unsafe"
 
 	"github.com/overwire/overwire/gosrc/codec"
 	"github.com/overwire/overwire/gosrc/codec/blocksum"
@@ -186,27 +185,6 @@ type pack struct {
 	over   chan struct{} // closed when the slot is free again
 }
 
-// packChunk adds a chunk to the last task if that is a pack of the GPU with room for it. Otherwise it adds a task.
-// Files share the GPU's slots.
-func (f *filePlan) packChunk(g *gpu, r task) {
-	n := sizes.RoundUp(int64(r.n), 16)
-	var p *pack
-	if k := len(f.tasks) - 1; k >= 0 {
-		p = f.tasks[k].pack
-	}
-	if p == nil || p.gpu != g || p.bytes+n > g.SlotBytes() || len(p.rows) == batchRows {
-		slots, earlier := g.SlotCount()/f.share.of, f.packs[g]
-		p = &pack{gpu: g, slot: f.share.number*slots + len(earlier)%slots, over: make(chan struct{})}
-		if len(earlier) >= slots {
-			p.before = earlier[len(earlier)-slots]
-		}
-		f.packs[g] = append(earlier, p)
-		f.tasks = append(f.tasks, task{t: r.t, pack: p})
-	}
-	p.rows = append(p.rows, r)
-	p.bytes += n
-}
-
 // encode waits until the pack's slot is free, and encodes the pack. lay is the container's layout, or nil.
 func (p *pack) encode(ctx context.Context, lay *overwire.Layout, clock *clock) error {
 	if p.before != nil {
@@ -253,40 +231,6 @@ func (p *pack) encode(ctx context.Context, lay *overwire.Layout, clock *clock) e
 	return nil
 }
 
-// placePack is placeBatch for a pack. It also takes host memory for the pack.
-func (f *encoder) placePack(ctx context.Context, p *pack) (err error) {
-	at, end, lay := make([]int64, len(p.rows)), f.pos, f.plan.lay
-	for i := range p.rows {
-		r, from := &p.rows[i], &p.packed[i]
-		at[i] = end
-		if lay != nil {
-			if at[i], err = lay.Place(r.chunk, uint32(from.Stored)); err != nil {
-				return err
-			}
-			if err := r.addSums(from); err != nil {
-				return err
-			}
-		}
-		end = at[i] + from.Stored
-	}
-	p.at = at
-	if p.out, err = p.takeSpace(ctx, f.s.stage, end-at[0]); err != nil {
-		return err
-	}
-	last := at[0]
-	for i := range p.packed {
-		from := &p.packed[i]
-		clear(p.out[last-at[0] : at[i]-at[0]]) // the memory may have been used before
-		last = at[i] + from.Stored
-		from.To = unsafe.Pointer(&p.out[at[i]-at[0]])
-	}
-	if f.pos < at[0] {
-		err = f.draft.Skip(f.pos, at[0])
-	}
-	f.pos = end
-	return err
-}
-
 // addSums adds a chunk's sums to the hash of its tensor.
 func (r *task) addSums(from *stream.PackedRange) error {
 	t := r.t
@@ -319,40 +263,4 @@ func (p *pack) takeSpace(ctx context.Context, stage *publish.StagedMemory, n int
 		return nil, err
 	}
 	return p.gpu.ring.Bytes(off, n), nil
-}
-
-// flushPack is flushBatch for a pack. It copies the pack to the host, computes checksums, writes it and frees its slot.
-func (f *encoder) flushPack(p *pack) error {
-	start := time.Now()
-	if err := p.gpu.QueueFetches(p.slot, p.packed); err != nil {
-		return err
-	}
-	if err := p.gpu.Wait(p.slot); err != nil {
-		return err
-	}
-	start = addLap(&f.s.clock.read, start)
-	var bytes, tensors int64
-	first := p.at[0]
-	for i := range p.rows {
-		r := &p.rows[i]
-		if f.plan.lay != nil {
-			lo := p.at[i] - first
-			f.plan.lay.Chunks[r.chunk].Sum = codec.Sum(p.out[lo : lo+p.packed[i].Stored])
-		}
-		if bytes += int64(r.n); r.ends {
-			tensors++
-		}
-	}
-	addLap(&f.s.clock.hash, start)
-	if d, ok := f.draft.(*publish.StagedDraft); ok {
-		d.Hold(p.out, first)
-	} else if err := f.draft.Write(p.out, first); err != nil {
-		return err
-	}
-	p.packed, p.rows, p.at, p.out = nil, nil, nil, nil
-	close(p.over)
-	f.s.onGPU.Add(bytes)
-	f.s.job.Bytes.Add(bytes)
-	f.s.job.Tensors.Add(tensors)
-	return nil
 }

@@ -175,6 +175,27 @@ func (p *filePlan) cut(t *Item, g tensor.Grid, first int) {
 	}
 }
 
+// packChunk adds a chunk to the last task if that is a pack of the GPU with room for it. Otherwise it adds a task.
+// Files share the GPU's slots.
+func (f *filePlan) packChunk(g *gpu, r task) {
+	n := sizes.RoundUp(int64(r.n), 16)
+	var p *pack
+	if k := len(f.tasks) - 1; k >= 0 {
+		p = f.tasks[k].pack
+	}
+	if p == nil || p.gpu != g || p.bytes+n > g.SlotBytes() || len(p.rows) == batchRows {
+		slots, earlier := g.SlotCount()/f.share.of, f.packs[g]
+		p = &pack{gpu: g, slot: f.share.number*slots + len(earlier)%slots, over: make(chan struct{})}
+		if len(earlier) >= slots {
+			p.before = earlier[len(earlier)-slots]
+		}
+		f.packs[g] = append(earlier, p)
+		f.tasks = append(f.tasks, task{t: r.t, pack: p})
+	}
+	p.rows = append(p.rows, r)
+	p.bytes += n
+}
+
 // sealFront returns the bytes before the data, and the size of the file. All data has been placed; it ends at end.
 func (p *filePlan) sealFront(end int64) (front []byte, size int64, err error) {
 	if p.lay == nil {

@@ -53,8 +53,7 @@ type Derivation struct {
 // unlimited memory or time.
 func (d Derivation) Check() error {
 	if d.Passes < 1 || d.Memory < minKeyMemory || len(d.Salt) != saltBytes {
-		return errs.New(errs.ErrCrypto, "invalid key derivation: %d passes over %d bytes, a salt of %d "+
-			"bytes", d.Passes,
+		return errs.New(errs.ErrCrypto, "invalid key derivation: %d passes over %d bytes, a salt of %d bytes", d.Passes,
 			d.Memory, len(d.Salt))
 	}
 	if d.Passes > maxKeyPasses || d.Memory > maxKeyMemory {

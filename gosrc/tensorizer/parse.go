@@ -393,8 +393,7 @@ func (r *reader) readDims(rank int, wide bool) []int64 {
 // Describe describes the head, the index, and the records if they were read. It reads no data.
 func (f *File) Describe() *Description {
 	out := &Description{URI: errs.RedactURI(f.URI), Version: f.Version, Encrypted: f.Encrypted, Total: f.Total,
-		Size:    f.Size,
-		Entries: make([]EntryDescription, len(f.Entries))}
+		Size: f.Size, Entries: make([]EntryDescription, len(f.Entries))}
 	for i := range f.Entries {
 		r := EntryDescription{Entry: f.Entries[i]}
 		if f.Records != nil {

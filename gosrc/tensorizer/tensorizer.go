@@ -75,8 +75,7 @@ func Is(head []byte) bool { return len(head) >= len(Magic) && string(head[:len(M
 // latter as a numpy type of the same size, NUL, and torch's name.
 var (
 	numpy = map[string]tensor.DType{
-		"|b1": tensor.Bool, "|u1": tensor.U8, "|i1": tensor.I8,
-		"<i2": tensor.I16, "<u2": tensor.U16, "<f2": tensor.F16,
+		"|b1": tensor.Bool, "|u1": tensor.U8, "|i1": tensor.I8, "<i2": tensor.I16, "<u2": tensor.U16, "<f2": tensor.F16,
 		"<i4": tensor.I32, "<u4": tensor.U32, "<f4": tensor.F32,
 		"<i8": tensor.I64, "<u8": tensor.U64, "<f8": tensor.F64, "<c8": tensor.C64,
 	}

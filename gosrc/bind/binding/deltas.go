@@ -198,12 +198,10 @@ func (q *deltaApply) targets(chain []*delta.File, n []int64) ([]delta.Target, er
 	for i := range targets {
 		if !inside(files[i], len(chain)) || !inside(tensors[i], len(chain[files[i]].Tensors)) ||
 			!inside(kind[i], len(types)) || !inside(gpu[i], len(q.Streams)) {
-			return nil, errs.New(errs.ErrArgument, "invalid numbers for tensor %d, in %d numbers",
-				i, len(n))
+			return nil, errs.New(errs.ErrArgument, "invalid numbers for tensor %d, in %d numbers", i, len(n))
 		}
 		targets[i] = delta.Target{Name: chain[files[i]].Tensors[tensors[i]].Name, DType: types[kind[i]],
-			Shape: q.Shapes[kind[i]],
-			At:    uint64(at[i]), CUDA: int32(gpu[i]), Stream: uintptr(q.Streams[gpu[i]])}
+			Shape: q.Shapes[kind[i]], At: uint64(at[i]), CUDA: int32(gpu[i]), Stream: uintptr(q.Streams[gpu[i]])}
 	}
 	return targets, nil
 }

@@ -27,8 +27,7 @@ type relayRequest struct {
 // relayVerbs returns the verbs that run one rank's part of a group load.
 func relayVerbs() []*Verb {
 	return []*Verb{
-		begun[relayRequest, relay.Report]("relay",
-			"Run this rank's part of a group load of one or several models.",
+		begun[relayRequest, relay.Report]("relay", "Run this rank's part of a group load of one or several models.",
 			startRelay).ints("model").
 			tail("load requests of all ranks of this host, with the rank in place of the destination; default: all " +
 				"tensors"),

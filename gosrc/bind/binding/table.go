@@ -239,8 +239,7 @@ type columns struct {
 func (c *columns) types(numbers, each int) ([]tensor.DType, error) {
 	if len(c.DTypes) != len(c.Names) || len(c.Shapes) != len(c.Names) || numbers != each*len(c.Names) {
 		return nil, errs.New(errs.ErrArgument, "the columns do not match: %d names, %d dtypes, %d shapes, %d numbers",
-			len(c.Names),
-			len(c.DTypes), len(c.Shapes), numbers)
+			len(c.Names), len(c.DTypes), len(c.Shapes), numbers)
 	}
 	types := make([]tensor.DType, len(c.Names))
 	for i, name := range c.Names {

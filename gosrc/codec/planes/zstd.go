@@ -25,8 +25,7 @@ var (
 	}}
 	unzippers = sync.Pool{New: func() any {
 		r, err := zstd.NewReader(nil, zstd.WithDecoderConcurrency(1), zstd.WithDecodeAllCapLimit(true),
-			zstd.WithDecoderMaxWindow(maxWindow),
-			zstd.WithDecoderMaxMemory(maxWindow))
+			zstd.WithDecoderMaxWindow(maxWindow), zstd.WithDecoderMaxMemory(maxWindow))
 		if err != nil {
 			return err
 		}

@@ -208,8 +208,7 @@ func (m *Memory) growParts() {
 			if end := m.partEnd(hi); end > hi && m.gpu != nil && !m.isGentle() {
 				ahead = make(chan error, 1)
 				spawn.Go("pinned", func() {
-					ahead <- spawn.Guard("pinned",
-						func() error { return m.touchRange(hi, end) })
+					ahead <- spawn.Guard("pinned", func() error { return m.touchRange(hi, end) })
 				})
 				offset = end
 			}

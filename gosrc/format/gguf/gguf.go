@@ -147,8 +147,7 @@ func (r *reader) readStart(f *File) (counts [2]uint64, err error) {
 	}
 	if err == nil && (counts[0] > maxTensors || counts[1] > maxEntries) {
 		err = errs.New(errs.ErrFormat, "the header has %d tensors and %d entries: expected at most %d and %d",
-			counts[0], counts[1], maxTensors,
-			maxEntries)
+			counts[0], counts[1], maxTensors, maxEntries)
 	}
 	return counts, err
 }

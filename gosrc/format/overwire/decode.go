@@ -28,8 +28,7 @@ func Decode(blob []byte, h *safetensors.Header, uri string, size int64, known te
 	}
 	ix := &tensor.Index{
 		Sources: []tensor.Source{{URI: uri, Size: size, Data: h.Data, Metadata: userMetadata(h.Metadata),
-			Format: tensor.FormatOverwire,
-			Mark:   h.Metadata[MetadataKey]}},
+			Format: tensor.FormatOverwire, Mark: h.Metadata[MetadataKey]}},
 		Tensors: make([]tensor.Tensor, d.tensors),
 		Chunks:  make([]tensor.Chunk, d.chunks),
 	}
@@ -56,8 +55,7 @@ func Decode(blob []byte, h *safetensors.Header, uri string, size int64, known te
 	if need := featuresOf(ix.Tensors, ix.Chunks); need != d.features {
 		d.at = 8
 		return bad(IndexName, -1, errs.New(errs.ErrFormat, "the index has features %#x, but its chunks need %#x",
-			d.features,
-			need))
+			d.features, need))
 	}
 	return ix, nil
 }
@@ -117,7 +115,8 @@ func (d *decoder) decodeFrame() error {
 	case d.delta:
 		knownBits = FeatureDelta
 	case major == Major && d.features == FeatureDelta:
-		return errDelta()
+		return errs.New(errs.ErrNotSupported, "this is a delta, not a model: load_file(path, base=...) loads the "+
+			"model, apply_delta applies it to tensors")
 	}
 	if major != Major || d.features&^knownBits != 0 || le.Uint16(b[28:]) != tensorSize ||
 		le.Uint16(b[30:]) != chunkSize {
@@ -170,8 +169,7 @@ func (d *decoder) decodeTensor(i int, t *tensor.Tensor, shapes *[]int64) error {
 	if r.bytes > math.MaxInt64 || r.stored > math.MaxInt64 || r.first > math.MaxInt32 || r.count > math.MaxInt32 ||
 		r.parts == 0 || r.count == 0 && (r.parts != 1 || r.chunkBytes != 0) {
 		return bad("invalid record: %d bytes, %d stored, first chunk %d, %d chunks of %d bytes, %d parts",
-			r.bytes, r.stored, r.first, r.count,
-			r.chunkBytes, r.parts)
+			r.bytes, r.stored, r.first, r.count, r.chunkBytes, r.parts)
 	}
 	shape := (*shapes)[:r.rank:r.rank]
 	*shapes = (*shapes)[r.rank:]
@@ -179,8 +177,7 @@ func (d *decoder) decodeTensor(i int, t *tensor.Tensor, shapes *[]int64) error {
 	*t = tensor.Tensor{Name: in.Name, Shape: shape, Bytes: int64(r.bytes), Off: in.Off, Stored: int64(r.stored),
 		Hash:       r.hash,
 		ChunkBytes: r.chunkBytes, First: int32(r.first), Count: int32(r.count), Alias: -1, DType: r.dtype,
-		Parts: r.parts,
-		Plain: r.layout == layoutPlain}
+		Parts: r.parts, Plain: r.layout == layoutPlain}
 	if r.count == 0 {
 		t.Parts = 0
 	}
@@ -225,7 +222,6 @@ func (d *decoder) chunk(i int, c *tensor.Chunk) error {
 		return errs.New(errs.ErrFormat, "an offset is 2^63 or more, or reserved bytes are not zero")
 	}
 	*c = tensor.Chunk{Off: int64(le.Uint64(b)), Stored: le.Uint32(b[8:]), Logical: le.Uint32(b[12:]),
-		Sum:   le.Uint32(b[16:]),
-		Codec: tensor.Codec(b[20]), Transform: b[21], SegTiles: le.Uint16(b[24:])}
+		Sum: le.Uint32(b[16:]), Codec: tensor.Codec(b[20]), Transform: b[21], SegTiles: le.Uint16(b[24:])}
 	return nil
 }

@@ -165,9 +165,3 @@ func IsDelta(blob []byte, h *safetensors.Header) error {
 	d := decoder{blob: blob, h: h, delta: true}
 	return d.decodeFrame()
 }
-
-// errDelta returns the error for a delta file that is opened as a model.
-func errDelta() error {
-	return errs.New(errs.ErrNotSupported,
-		"this is a delta, not a model: load_file(path, base=...) loads the model, apply_delta applies it to tensors")
-}

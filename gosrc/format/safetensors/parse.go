@@ -310,8 +310,7 @@ func (h *Header) checkTensors(uri string, size int64, opt Options) error {
 		at := h.Data + t.Off
 		if t.Off != end || t.Stored < 0 {
 			return locateError(uri, t.Name, at, errs.OfRule("InvalidOffset", errs.ErrFormat,
-				"its bytes are [%d, %d) of the data section, expected to begin at %d", t.Off, t.Off+t.Stored,
-				end))
+				"its bytes are [%d, %d) of the data section, expected to begin at %d", t.Off, t.Off+t.Stored, end))
 		}
 		end += t.Stored
 		bytes, err := tensor.Size(t.DType, t.Shape)
@@ -327,8 +326,7 @@ func (h *Header) checkTensors(uri string, size int64, opt Options) error {
 	have := size - h.Data // not negative, because Length checked it
 	if end > have {
 		return locateError(uri, "", size, errs.OfRule("MetadataIncompleteBuffer", errs.ErrCorrupt,
-			"truncated: the file has %d of %d bytes; copy or fetch it again", size,
-			uint64(h.Data)+uint64(end)))
+			"truncated: the file has %d of %d bytes; copy or fetch it again", size, uint64(h.Data)+uint64(end)))
 	}
 	if end < have && !opt.Lenient {
 		return locateError(uri, "", h.Data+end, errs.OfRule("MetadataIncompleteBuffer", errs.ErrFormat,

@@ -133,8 +133,7 @@ func checkWritable(metadata map[string]string, entries []Entry) error {
 		}
 		if e.Begin != end || e.End < e.Begin || e.End-e.Begin != n {
 			return refuseEntry(e.Name, "its bytes [%d, %d) do not start at %d or do not fit shape %v of %v",
-				e.Begin, e.End, end, e.Shape,
-				e.DType)
+				e.Begin, e.End, end, e.Shape, e.DType)
 		}
 		end = e.End
 	}

@@ -146,8 +146,7 @@ func (p *Place) refuseUnwritable() error {
 	if p.isBlob() {
 		return errs.In("save", p.asked, errs.New(errs.ErrArgument,
 			"the path leads to %s in a Hugging Face cache, whose files are named by their content and shared by "+
-				"snapshots: "+
-				"write to another folder", p.Path))
+				"snapshots: write to another folder", p.Path))
 	}
 	switch {
 	case p.old == nil:

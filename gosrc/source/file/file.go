@@ -171,9 +171,7 @@ func Identify(path string) (source.Identity, error) {
 func (f *File) ReadAt(ctx context.Context, p []byte, off int64) error {
 	if off < 0 || off > f.size || int64(len(p)) > f.size-off {
 		return f.placeError(off, errs.New(errs.ErrCorrupt,
-			"truncated: expected %d bytes from this offset, but the file has %d",
-			len(p),
-			f.size))
+			"truncated: expected %d bytes from this offset, but the file has %d", len(p), f.size))
 	}
 	f.mu.RLock()
 	defer f.mu.RUnlock()

@@ -66,8 +66,7 @@ func (m *Memory) sliceBytes(off, n int64) ([]byte, error) {
 	}
 	if off < 0 || n < 0 || off > m.Size() || n > m.Size()-off {
 		return nil, m.placeError(off, errs.New(errs.ErrCorrupt,
-			"truncated: expected %d bytes from this offset, but the file has %d", n,
-			m.Size()))
+			"truncated: expected %d bytes from this offset, but the file has %d", n, m.Size()))
 	}
 	return m.bytes[off : off+n : off+n], nil
 }

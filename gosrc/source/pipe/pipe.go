@@ -167,8 +167,7 @@ func argumentsOf(program string, urls []string) (args []string, stdin string) {
 		proto = "=http,https"
 	}
 	args = []string{"--fail", "--fail-early", "--silent", "--show-error", "--location", "--max-redirs", "5", "--proto",
-		"=http,https",
-		"--proto-redir", proto, "--globoff"}
+		"=http,https", "--proto-redir", proto, "--globoff"}
 	if !private {
 		return append(append(args, "--"), urls...), ""
 	}

@@ -108,8 +108,7 @@ func findValues(ctx context.Context, c *redis.Client, key string) ([]value, erro
 			return values, cmp.Or(lookupErr, err)
 		}
 	}
-	return nil, errs.New(errs.ErrCorrupt,
-		"the file was replaced %d times while its values were being listed", looks)
+	return nil, errs.New(errs.ErrCorrupt, "the file was replaced %d times while its values were being listed", looks)
 }
 
 // looks is how often the values are listed if the file keeps being replaced.

@@ -210,8 +210,7 @@ func (u *upload) Publish(ctx context.Context, n int, whole []byte) error {
 		if k, err := c.Exists(ctx, keys...).Result(); err != nil {
 			return err
 		} else if gap := int64(len(keys)) - k; gap != 0 {
-			return errs.New(errs.ErrIO, "the server has lost %d of %d values: its memory is full", gap,
-				len(keys))
+			return errs.New(errs.ErrIO, "the server has lost %d of %d values: its memory is full", gap, len(keys))
 		}
 		var renames []*redis.StatusCmd
 		_, err = c.TxPipelined(ctx, func(p redis.Pipeliner) error {

@@ -35,10 +35,8 @@ func parsePrefixes(texts ...string) (out []netip.Prefix) {
 var (
 	networks = parsePrefixes(
 		"0.0.0.0/8", "10.0.0.0/8", "100.64.0.0/10", "127.0.0.0/8", "172.16.0.0/12", "192.0.0.0/24", "192.168.0.0/16",
-		"240.0.0.0/4",
-		"::/127", "64:ff9b:1::/48", "fc00::/7", "fec0::/10")
-	links = parsePrefixes(
-		"169.254.0.0/16", "224.0.0.0/4", "fe80::/10", "ff00::/8",
+		"240.0.0.0/4", "::/127", "64:ff9b:1::/48", "fc00::/7", "fec0::/10")
+	links = parsePrefixes("169.254.0.0/16", "224.0.0.0/4", "fe80::/10", "ff00::/8",
 		// Metadata services at other addresses: Alibaba, Oracle, Azure, AWS, Google.
 		"100.100.100.200/32", "192.0.0.192/32", "168.63.129.16/32", "fd00:ec2::/32", "fd20:ce::/32")
 	mapped  = netip.MustParsePrefix("::ffff:0:0:0/96") // RFC 2765

@@ -115,8 +115,7 @@ func (u *upload) compareObject(ctx context.Context, api *s3.Client, whole []byte
 		return err
 	}
 	if !bytes.Equal(back, whole) {
-		return errs.New(errs.ErrIO,
-			"the store's response has no ETag, and the stored object has different content")
+		return errs.New(errs.ErrIO, "the store's response has no ETag, and the stored object has different content")
 	}
 	return nil
 }
@@ -173,8 +172,7 @@ func (u *upload) publishWithKey(ctx context.Context, whole []byte) (parts int, e
 func (u *upload) removeUnencrypted(ctx context.Context, api *s3.Client, why error) error {
 	if err := u.removeOwn(ctx, api, sse{}); err != nil {
 		return errs.New(errs.ErrNotSupported, "the store does not confirm that it encrypts with "+
-			"sse_customer_key, and the unencrypted "+
-			"object could not be removed: %v", classifyError(ctx, err))
+			"sse_customer_key, and the unencrypted object could not be removed: %v", classifyError(ctx, err))
 	}
 	return why
 }

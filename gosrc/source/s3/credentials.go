@@ -87,8 +87,7 @@ func cleanKeys(keys aws.Credentials, class error, names ...string) (aws.Credenti
 	for i, word := range []*string{&keys.AccessKeyID, &keys.SecretAccessKey, &keys.SessionToken} {
 		*word = strings.TrimSpace(*word)
 		if strings.ContainsFunc(*word, unicode.IsControl) {
-			return keys, errs.New(class, "%s: expected a value without line breaks or control characters",
-				names[i])
+			return keys, errs.New(class, "%s: expected a value without line breaks or control characters", names[i])
 		}
 	}
 	return keys, nil
@@ -138,8 +137,7 @@ func (c *chain) fromProfile(ctx context.Context, p *config.SharedConfig, depth i
 	case p.Credentials.HasKeys():
 		name := fmt.Sprintf("profile %q: ", p.Profile)
 		base, err = staticKeys(p.Credentials, errs.ErrPermission, name+"aws_access_key_id",
-			name+"aws_secret_access_key",
-			name+"aws_session_token")
+			name+"aws_secret_access_key", name+"aws_session_token")
 	case p.CredentialSource != "":
 		base, err = c.namedProvider(p.CredentialSource)
 	case p.WebIdentityTokenFile != "":

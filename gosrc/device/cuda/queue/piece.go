@@ -352,8 +352,7 @@ func (b *pieceBuilder) writeRound() {
 		if !b.staged && b.lo <= nearby && b.hi > b.lo && s.mem.view == nil {
 			upto, b.staged = b.hi, true
 		}
-		copies = append(copies, C.struct_owcu_copy{dst: C.owcu_ptr(dev), src: table,
-			n: C.uint64_t(int64(size) + upto)})
+		copies = append(copies, C.struct_owcu_copy{dst: C.owcu_ptr(dev), src: table, n: C.uint64_t(int64(size) + upto)})
 		if !b.staged && b.hi > b.lo {
 			b.staged = true
 			copies = appendCopies(copies, C.owcu_ptr(s.mem.dev+uint64(b.lo)),

@@ -93,8 +93,7 @@ func (p *Packer) Encode(slot int, all []PackedRange) error {
 		}
 		at := uint64(p.arena.c.device) + uint64(int64(slot)*p.slot+offset)
 		items = append(items, C.ow_batch_item{src: C.uint64_t(r.Src), src_len: C.uint64_t(r.N), dst: C.uint64_t(at),
-			dst_cap: C.uint64_t(r.N),
-			arg:     C.uint32_t(r.Transform)})
+			dst_cap: C.uint64_t(r.N), arg: C.uint32_t(r.Transform)})
 		rows = append(rows, i)
 		offset += room
 	}
@@ -143,8 +142,7 @@ func (p *Packer) QueueSums(slot int, all []PackedRange) error {
 				p.slot)
 		}
 		items = append(items, C.ow_batch_item{src: C.uint64_t(r.Src), src_len: C.uint64_t(r.N),
-			dst:     C.uint64_t(p.arena.c.mapped) + C.uint64_t(at),
-			dst_cap: C.uint64_t(n), arg: C.uint32_t(r.Tail)})
+			dst: C.uint64_t(p.arena.c.mapped) + C.uint64_t(at), dst_cap: C.uint64_t(n), arg: C.uint32_t(r.Tail)})
 		r.sums = unsafe.Slice((*byte)(unsafe.Add(p.arena.pages.P, at)), n)
 		at += (n + 15) &^ 15
 	}

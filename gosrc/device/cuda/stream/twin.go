@@ -51,8 +51,7 @@ func runX16StreamTwin(src uint64, stored int, dst uint64, size, warps int) uint3
 	few := C.ow_stream_few{head: C.ow_stream_head{streams: 1, rows: 1, split: C.uint32_t(warps)}}
 	few.streams[0] = C.ow_stream{
 		src: C.uint64_t(src), stored: C.uint64_t(stored), dst: C.uint64_t(dst), size: C.uint64_t(size),
-		chunk: C.uint64_t(max(size, 1)), rows: 1,
-		kind: C.OW_STREAM_RAW, format: C.OW_STREAM_X16,
+		chunk: C.uint64_t(max(size, 1)), rows: 1, kind: C.OW_STREAM_RAW, format: C.OW_STREAM_X16,
 	}
 	var status C.uint32_t
 	C.ow_stream_x16_host(&few.head, C.uint32_t(warps), &status)
