@@ -15,7 +15,7 @@ from overwire.integrations.kept_model.identify_files import identify_files
 @pytest.mark.parametrize("is_list", [True, False])
 def test_other_weights_in_files_of_the_same_size_and_time(tmp_path: Path, is_list: bool) -> None:
     """Plain files that differ only in one tensor, and have the same size and modification time, as in container images
-    and reproducible builds, are told apart, whichever tensor differs."""
+    and reproducible builds, are distinguished, whichever tensor differs."""
     weights = {f"layer.{n}": torch.randn(n * 300 + 1, 7) for n in range(30)} | {"large": torch.randn(5_000_000)}
     path = tmp_path / "model.safetensors"
 

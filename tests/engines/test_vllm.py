@@ -236,8 +236,7 @@ for kind in ("plain", "compressed"):
 
 
 def test_slices_are_loaded_in_place(engines: Path, model: Path) -> None:
-    """Slices are loaded directly to where the model's loader would copy them. A loader that does more than copy gets
-    tensors."""
+    """Slices are loaded to where the model's loader would copy them. A loader that does more than copy gets tensors."""
     code = """
 import vllm.model_executor.model_loader
 import overwire.integrations.load_plan.copies as copies
@@ -479,8 +478,7 @@ assert alive[-1] == (True, False) and gc.get_freeze_count() == 0
 
 
 def test_errors_say_what_is_wrong(engines: Path, model: Path, tmp_path: Path) -> None:
-    """Errors name wrong keys and values of the configuration, missing weights and parts, names that the index lacks,
-    and damage."""
+    """Errors name wrong settings, missing weights and parts, names that the index lacks, and damage."""
     code = """
 import os, shutil, overwire
 def without(name, index=False):
@@ -526,8 +524,7 @@ assert "model-10.safetensors" in said and "tensor" in said and "chunk" in said, 
 
 def test_the_table_of_quantised_models_equals_the_loaders() -> None:
     """docs/vllm-internals.md lists each quantisation method once, or once for each kind of checkpoint. The methods that
-    it lists as loaded by slices are those of the loader, and its column about prepared state matches the cases of
-    engines_quantised.py."""
+    it lists as loaded by slices are those of the loader. Prepared state is for the methods of engines_quantised.py."""
     lines = (ROOT / "docs/vllm-internals.md").read_text(encoding="utf-8").splitlines()
     rows = [row for row in (line.split("|") for line in lines) if len(row) == 7 and "`" in row[2]]
     slices = {name for row in rows if "by slices" in row[3] for name in re.findall(r"`([\w-]+)`", row[2])}
@@ -562,8 +559,7 @@ assert joined == 0 and alone > size * 0.5, (alone, joined, size)  # two of six t
 
 
 def test_the_parent_process_of_vllm_does_not_preload(engines: Path, model: Path) -> None:
-    """vLLM's parent process does not preload. A child loads the model, and an engine that runs would not survive the
-    fork."""
+    """vLLM's parent process does not preload: a child loads the model, and no engine survives a fork."""
     code = """
 import os, types
 os.environ["OVERWIRE_PRELOAD"] = sys.argv[1] + "/compressed"

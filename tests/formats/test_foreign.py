@@ -284,8 +284,7 @@ def test_hostile_descriptions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def test_damaged_folders(tmp_path: Path) -> None:
     """Changed tensor bytes, truncated files, expanded tensors, a missing `.metadata` file, and `.metadata` files that
-    ranks saved separately cause typed errors that name the file. The report names files that `.metadata` does not
-    list."""
+    ranks saved separately cause typed errors that name the file. The report names files that are not listed."""
     folder = altered(tmp_path, lambda meta: None)
     file, whole = folder / "__0_0.distcp", (folder / "__0_0.distcp").read_bytes()
     at = whole.index(torch.arange(12.0).numpy().tobytes())
@@ -325,9 +324,8 @@ def test_damaged_folders(tmp_path: Path) -> None:
 
 
 def test_a_shard_is_never_read_as_a_whole_model(tmp_path: Path) -> None:
-    """A single shard of torch's Hugging Face writer cannot be loaded or converted, and a folder that lacks a shard is
-    refused. safe_open opens a single shard, because torch's reader needs this. A file in which one rank saved a whole
-    state loads."""
+    """A single shard of torch's Hugging Face writer is not loaded or converted, and a folder that lacks a shard is
+    refused. safe_open opens a shard, because torch's reader needs this. A file with one rank's whole state loads."""
     folder = tmp_path / "shards"
     shutil.copytree(GOLDENS / "shards", folder)
     one = folder / "shard-00001-model-00001-of-00002.safetensors"
@@ -468,8 +466,7 @@ def test_nemo(tmp_path: Path) -> None:
 
 def test_numpy_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Arrays in .npy and .npz files load and convert: of every safetensors dtype, in both byte orders, deflated or
-    stored. Text arrays become lines in the report. Pickles, unknown dtypes, damage and decompression bombs are
-    refused."""
+    stored. Text arrays become lines in the report. Pickles, unknown dtypes, damage and bombs are refused."""
     every = {f"t{n}": np.arange(6).reshape(2, 3).astype(kind) for n, kind in enumerate("?bBhHiIqQefdF")}
     every |= {"fortran": np.asfortranarray(np.arange(24.0).reshape(2, 3, 4)), "empty": np.empty((0, 2)), "zero": np.array(2.5)}
     path, target = tmp_path / "m.npz", tmp_path / "m.safetensors"

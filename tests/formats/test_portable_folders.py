@@ -113,7 +113,7 @@ def test_both_readers_read_the_same_files_of_a_folder(tmp_path: Path, case: str)
 
 
 def test_a_model_that_is_replaced_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If a new index appears while a folder is being read, the files are opened once more. A second change raises an
+    """If a new index appears while a folder is being read, the files are opened again. A second change raises an
     error."""
     tensors = {f"t{n}": np.full(999, 10.0**n, "f4") for n in range(3)}
     ow.save_file(tensors, tmp_path / "model.safetensors", max_shard_size=4000)

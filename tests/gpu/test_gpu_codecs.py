@@ -291,7 +291,7 @@ def test_allocators(contents: dict[int, bytes]) -> None:
 
 
 def test_streams(contents: dict[int, bytes]) -> None:
-    """Codecs run on created, borrowed and special streams, and on other GPUs. Streams of another GPU are refused."""
+    """Codecs run on own, external and special streams, and on other GPUs. Streams of another GPU are refused."""
     made = nvcomp.CudaStream.make_new()
     assert made.device == 0 and not made.is_special and nvcomp.CudaStream.borrow(made.ptr).ptr == made.ptr
     for special in (0, 1, 2):

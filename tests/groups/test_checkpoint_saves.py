@@ -68,7 +68,7 @@ def replace(at: Path, value: float, old: bool, **how: Any) -> None:
 def test_a_checkpoint_that_is_replaced_while_it_is_opened(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old: bool, how: dict[str, Any]
 ) -> None:
-    """If a checkpoint is replaced while it is being opened, it is opened once more, and the load gives the complete new
+    """If a checkpoint is replaced while it is being opened, it is opened again, and the load gives the complete new
     save. If the checkpoint is replaced again, the load raises a typed error."""
     at = tmp_path / "c"
     replace(at, 1.0, old)

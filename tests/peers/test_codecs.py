@@ -205,7 +205,7 @@ def test_cascaded_of_every_type(dtype: str) -> None:
 
 
 def test_frames_of_streaming_writers_decode() -> None:
-    """Zstandard frames without a length, several frames in a row, and several gzip members are decoded, as in files."""
+    """Zstandard frames without a length, consecutive frames and consecutive gzip members are decoded, as in files."""
     plain = content(300_000)
     c = zstandard.ZstdCompressor().compressobj()
     unsized = c.compress(plain) + c.flush()

@@ -72,7 +72,6 @@ def test_every_name_of_the_api_pages_exists() -> None:
     ],
 )
 def test_enums(kind: str, members: dict[str, int]) -> None:
-    """Each enum has nvCOMP's members, with the values, texts and hashes of nvCOMP."""
     enum = getattr(nvcomp, kind)
     assert {name: int(m) for name, m in enum.__members__.items()} == members
     for name, value in members.items():
@@ -84,8 +83,7 @@ def test_enums(kind: str, members: dict[str, int]) -> None:
 
 
 def test_unmodified_programs_import_it(tmp_path: Any) -> None:
-    """Unmodified programs can import the module through the compat path or after `install`, even next to other nvidia
-    wheels."""
+    """Programs can import the module through the compat path or after install, even with other nvidia wheels."""
     (tmp_path / "nvidia" / "other").mkdir(parents=True)
     (tmp_path / "nvidia" / "other" / "__init__.py").write_text("here = True\n")
     folder, home = overwire.compat.path("nvcomp"), Path(overwire.__file__).parents[1]
@@ -229,8 +227,7 @@ def test_batches_of_arrays() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", NAMES)
 def test_round_trips(name: str, kind: nvcomp.BitstreamKind) -> None:
-    """Arrays, batches and empty data round-trip, with names of algorithms in any case, or without a name, which the
-    header has."""
+    """Arrays, batches and empty data round-trip, with names in any case and with the header's algorithm."""
     codec = nvcomp.Codec(algorithm=name.swapcase(), bitstream_kind=kind)
     deduce = nvcomp.Codec() if kind is nvcomp.BitstreamKind.NVCOMP_NATIVE else codec
     for size in SIZES[:-1]:
@@ -250,8 +247,7 @@ def test_round_trips(name: str, kind: nvcomp.BitstreamKind) -> None:
 
 @pytest.mark.parametrize("name", sorted(OTHERS))
 def test_streams_of_reference_libraries(name: str) -> None:
-    """RAW and WITH_UNCOMPRESSED_SIZE streams are exchanged with liblz4, snap, libzstd and zlib. NATIVE streams contain
-    RAW ones."""
+    """RAW and WITH_UNCOMPRESSED_SIZE streams work with liblz4, snap, libzstd and zlib. NATIVE contains RAW streams."""
     encode, decode = OTHERS[name]
     for size in SIZES:
         plain = content(size)
@@ -286,7 +282,6 @@ def test_data_types() -> None:
 
 
 def test_arguments_that_are_refused() -> None:
-    """An argument that nvCOMP refuses, or that this module does not support, raises an error that names it."""
     for kwargs, kind, text in (
         ({"foo": 1}, ValueError, 'Unsupported argument: "foo".'),
         ({"algorithm": "nope"}, ValueError, 'Unknown algorithm: "nope".'),
@@ -346,7 +341,6 @@ def test_out() -> None:
 
 
 def test_configs() -> None:
-    """A config works with its own codec and size, and is refused with any other."""
     codec, other = nvcomp.Codec(algorithm="zstd"), nvcomp.Codec(algorithm="zstd")
     config = codec.compression_config(1000)
     made = codec.encode(content(1000), compression_config=config)
@@ -441,7 +435,6 @@ def test_algorithms_that_only_nvcomp_has() -> None:
 
 
 def test_streams_without_a_gpu() -> None:
-    """Without a GPU, creating or borrowing a stream raises nvCOMP's error."""
     streams = nvcomp.CudaStream
     for make in (lambda: streams.borrow(0), lambda: streams.make_new(), lambda: streams.borrow(7, 3)):
         with pytest.raises(RuntimeError, match="no CUDA device"):
@@ -482,8 +475,7 @@ def default_allocators() -> Any:
 
 @pytest.mark.usefixtures("default_allocators")
 def test_host_allocator() -> None:
-    """Results are in the allocator's memory, which is freed with their last holder. Old buffers stay valid after a
-    reset."""
+    """Results are in the allocator's memory until their last holder is gone. Old buffers stay valid after a reset."""
     pool, codec = Pool(), nvcomp.Codec(algorithm="lz4")
     nvcomp.set_host_allocator(pool)
     made = codec.encode(content(3000))
@@ -548,7 +540,6 @@ def test_external_memory_frees_the_stream_last() -> None:
 
 
 def test_context_manager_and_threads() -> None:
-    """Threads can share a codec. After its `with` block, the codec is closed."""
     with nvcomp.Codec(algorithm="lz4") as codec:
         made = codec.encode(content(50_000))
         wrong: list[int] = []
@@ -568,8 +559,7 @@ def test_context_manager_and_threads() -> None:
 
 
 def test_exit_with_live_objects(torch_script: Any) -> None:
-    """The interpreter exits cleanly while codecs, arrays, capsules and tensors are alive, even in cycles and
-    threads."""
+    """The interpreter exits cleanly with live codecs, arrays, capsules and tensors, even in cycles and threads."""
     done = torch_script(
         """
 import threading
