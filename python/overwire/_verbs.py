@@ -14,6 +14,7 @@ from json import dumps, loads
 from struct import pack
 
 from ._engine import core, handle
+from ._order import await_saves
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -26,12 +27,6 @@ if TYPE_CHECKING:
 
 def _number(made: Result) -> int:
     return int.from_bytes(made[1], "little", signed=True)
-
-
-def _await_saves(request: Any) -> None:
-    from ._order import await_saves  # loads do not need that module
-
-    await_saves(request)
 
 
 def _encode_request(request: Any) -> str:
@@ -191,21 +186,21 @@ def shutdown(ms: int) -> int:
 def save(request: _requests.SaveRequest, numbers: bytes) -> JobNumber:
     """Write tensors, which must not change until the job ends. Numbers: for each tensor its address,
     size, and 1 + its GPU (0 for the host)."""
-    _await_saves(request)
+    await_saves(request)
     return core().start("save", _encode_request(request), numbers)
 
 
 def plain_front(request: _requests.SaveRequest, numbers: bytes) -> _requests.SaveFront:
     """Return a plain file's header without its length, and the order of the tensors, which must be on the
     host. Numbers: for each tensor its address, its size, and 0."""
-    _await_saves(request)
+    await_saves(request)
     return loads(core().call("plain_front", _encode_request(request), numbers)[0])
 
 
 def sleep_prepare(request: _requests.PrepareRequest, numbers: bytes) -> JobNumber:
     """Allocate host memory for a sleep of one device's tensors, which are read before this returns.
     Numbers: for each tensor its address and size."""
-    _await_saves(request)
+    await_saves(request)
     return core().start("sleep_prepare", _encode_request(request), numbers)
 
 
@@ -217,13 +212,13 @@ def sleep_return(word: str) -> None:
 def sleep(request: _requests.SleepRequest, numbers: bytes) -> JobNumber:
     """Compress one device's tensors to host memory, as a model. They must not change until the job has
     ended. Numbers: for each tensor its address and size."""
-    _await_saves(request)
+    await_saves(request)
     return core().start("sleep", _encode_request(request), numbers)
 
 
 def convert(request: _requests.ConvertRequest) -> JobNumber:
     """Rewrite files."""
-    _await_saves(request)
+    await_saves(request)
     return core().start("convert", _encode_request(request), b"")
 
 
@@ -294,7 +289,7 @@ def knobs() -> list[_requests.KnobRow]:
 
 def put(request: _requests.PutRequest, address: int, nbytes: int) -> JobNumber:
     """Replace a file or object with bytes, which must not change until the job has ended."""
-    _await_saves(request)
+    await_saves(request)
     return core().start("put", _encode_request(request), pack("=2q", address, nbytes))
 
 
@@ -305,13 +300,13 @@ def remove(request: _requests.RemoveRequest) -> JobNumber:
 
 def rename(request: _requests.RenameRequest) -> JobNumber:
     """Rename a complete file to replace another file in its folder."""
-    _await_saves(request)
+    await_saves(request)
     return core().start("rename", _encode_request(request), b"")
 
 
 def rename_folder(request: _requests.RenameFolderRequest) -> None:
     """Rename a folder to a free name, or exchange it with another folder, atomically."""
-    _await_saves(request)
+    await_saves(request)
     core().call("rename_folder", _encode_request(request), b"")
 
 
@@ -360,7 +355,7 @@ def delta_save(request: _requests.DeltaSave, numbers: bytes) -> JobNumber:
     """Write a delta between two models, which must not change until the job has ended. Numbers: for each
     tensor its new address and its base address, 1 + the GPU of both (0 for the host), and the
     GPU's stream."""
-    _await_saves(request)
+    await_saves(request)
     return core().start("delta_save", _encode_request(request), numbers)
 
 
@@ -384,7 +379,7 @@ def delta_apply(request: _requests.DeltaApply, numbers: bytes) -> JobNumber:
 
 def delta_merge(request: _requests.DeltaMerge) -> JobNumber:
     """Write a chain of deltas as one delta."""
-    _await_saves(request)
+    await_saves(request)
     return core().start("delta_merge", _encode_request(request), b"")
 
 

@@ -49,7 +49,7 @@ from overwire.frameworks import choose
 class Prepared(Exception): pass
 def prepare(device, exchange):
     assert (device, exchange) == ("cuda:63", 0)
-    assert not {"overwire.model.opened", "overwire.frameworks.torch", "overwire._order", "torch"} & set(sys.modules)
+    assert not {"overwire.model.opened", "overwire.frameworks.torch", "torch"} & set(sys.modules)
     raise Prepared
 choose._verbs.prepare = prepare
 try:

@@ -189,6 +189,7 @@ from json import dumps, loads
 from struct import pack
 
 from ._engine import core, handle
+from ._order import await_saves
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -201,12 +202,6 @@ if TYPE_CHECKING:
 
 def _number(made: Result) -> int:
     return int.from_bytes(made[1], "little", signed=True)
-
-
-def _await_saves(request: Any) -> None:
-    from ._order import await_saves  # loads do not need that module
-
-    await_saves(request)
 
 
 def _encode_request(request: Any) -> str:
@@ -260,7 +255,7 @@ func function(c *classes, v *binding.Verb) string {
 	call := fmt.Sprintf("core().%s(%q, %s, %s)", how, v.Name, text, numbers)
 	result, line := result(c, v, call)
 	if v.WritesPath() {
-		line = "_await_saves(request)\n    " + line
+		line = "await_saves(request)\n    " + line
 	}
 	return fmt.Sprintf("\n\ndef %s(%s) -> %s:\n    \"\"\"%s\"\"\"\n    %s\n", v.Name, strings.Join(params, ", "),
 		result, wrapped(doc), line)
