@@ -284,8 +284,8 @@ def transform(dtype: str | None, sample: Any = None) -> int | None:
     to decide."""
     from .codecs import span
 
-    address, nbytes = (0, 0) if sample is None else span(sample)[:2]
-    number = _verbs.gpu_transform(dtype or "", address, nbytes)
+    place = None if sample is None else span(sample)  # keeps the sample's memory until it is read
+    number = _verbs.gpu_transform(dtype or "", *((0, 0) if place is None else place[:2]))
     return number if number >= 0 else None
 
 

@@ -7,6 +7,7 @@ import pickle
 import re
 import subprocess
 import sys
+import typing
 
 import overwire
 import pytest
@@ -68,6 +69,16 @@ def test_all_names_resolve_and_are_documented() -> None:
     assert dir(overwire) == sorted(overwire.__all__)
     with pytest.raises(AttributeError, match="no_such"):
         overwire.no_such  # noqa: B018
+
+
+def test_types_of_options_can_be_extended() -> None:
+    """A program can add keys to the types of overwire's options, and libraries can examine these types."""
+
+    class Settings(overwire.LoadOptions):
+        retries: int
+
+    assert Settings.__required_keys__ == {"retries"} and "mmap" in Settings.__optional_keys__
+    assert typing.is_typeddict(overwire.LoadOptions)
 
 
 def test_one_exception_for_each_class_of_the_engine() -> None:

@@ -50,6 +50,13 @@ report = ow.save_file(tensors={"a": torch.ones(1)}, filename="m")
 assert_type(report.ratio, float)
 options: ow.LoadOptions = {"mmap": False, "lenient": True}
 ow.load_file("m", **options)
+
+
+class Settings(ow.LoadOptions, total=False):
+    retries: int
+
+
+settings: Settings = {"retries": 3, "mmap": True}
 missing, unexpected = ow.load_model(torch.nn.Linear(1, 1), "m", max_memory=10)
 held: ow.safe_open = ow.safe_open("m")
 '''

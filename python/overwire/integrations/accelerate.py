@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections import Counter, UserDict
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -68,14 +68,26 @@ def _wrap_dispatch(original: Any, lazy: Lazy) -> Any:
     return dispatch_and_stream
 
 
-class _Weights(UserDict[str, Any]):
+class _Weights(Mapping[str, Any]):
     # Replaces accelerate's map of weights on the host. Some of the weights are compressed.
+
+    def __init__(self, weights: Mapping[str, Any]) -> None:
+        self.data: dict[str, Any] = dict(weights)
 
     def __getitem__(self, name: str) -> Any:
         from overwire._compat_api import Hosted
 
         value = self.data[name]
         return value.read(name) if isinstance(value, Hosted) else value
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.data
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.data)
+
+    def __len__(self) -> int:
+        return len(self.data)
 
 
 def _stream_modules(model: Any) -> None:
@@ -102,7 +114,7 @@ def _stream_modules(model: Any) -> None:
                 maps_of_owner = weights.pop(owner)
                 _take_hook(owner, maps_of_owner[0].owner, host)
                 for weight in maps_of_owner:
-                    _map_of(hooks_of_modules[owner], maps)[weight.name] = host
+                    _map_of(hooks_of_modules[owner], maps).data[weight.name] = host
     for device, host in hosted_of.items():
         host.run()
         log.info("patch_safetensors: accelerate: %r for %s, ring of %d bytes", host, device, host.ring)

@@ -71,10 +71,12 @@ class Load:
             if frame.make is not None and not self._raw:
                 tensors = self._make_tensors(frame.make, self.crowded)
             else:
-                adopt, device, pairs = frame.adopt, self._device, self.job.take(self._raw).pairs()
-                tensors = [
+                adopt, device = frame.adopt, self._device
+                tensors = [  # no name refers to the capsules, which own the memory
                     places[at] if at in places else adopt(capsule, address, row[1], row[2], device)
-                    for at, ((capsule, address), row) in enumerate(zip(pairs, rows, strict=True))
+                    for at, ((capsule, address), row) in enumerate(
+                        zip(self.job.take(self._raw).pairs(), rows, strict=True)
+                    )
                 ]
         # Moves one tensor at a time, so that only one tensor is in memory twice.
         if self._moved:

@@ -19,13 +19,6 @@ if TYPE_CHECKING:
     from ..frameworks.spec import TensorSpec
     from ..progress import ProgressLike
     from .storageoptions import StorageOptions
-else:
-
-    class TypedDict(dict):  # typing's class compiles every annotation, a tenth of the time to import load_file
-        def __init_subclass__(cls, total):
-            cls.__annotations__ = {k: v for one in (*cls.__bases__, cls) for k, v in one.__annotations__.items()}
-            cls.__optional_keys__ = frozenset(cls.__annotations__)
-
 
 #: "cpu", "cuda", "cuda:1", a torch.device, or the number of a GPU.
 DeviceLike: TypeAlias = "str | int | torch.device"

@@ -109,8 +109,8 @@ def fill(
                     shape = row.shape if one.block == ALL else target.shape
                     tensors[order] = frame.adopt(*pairs[order], row.dtype, shape, views[device].join())
                     pairs[order] = (None, 0)
-                tensor = tensors[order]
-                _store_tensor(target, tensor if target.block == one.block else _cut_block(tensor, target))
+                is_whole = target.block == one.block
+                _store_tensor(target, tensors[order] if is_whole else _cut_block(tensors[order], target))
                 if last[order] == number:
                     del tensors[order]
 

@@ -135,8 +135,9 @@ class Saving(HandleOwner, Saver):
         self._seen = Progress(0, 0, 0, 0)
 
     def __repr__(self) -> str:
-        state = "complete" if self._error is None else f"failed: {self._error}"
-        state = state if self._ended.is_set() else "running"
+        state = "running"
+        if self._ended.is_set():
+            state = "complete" if self._error is None else f"failed: {self._error}"
         return f"Saving({shown(self.path)!r}, {state})"
 
     def shown_path(self) -> str:

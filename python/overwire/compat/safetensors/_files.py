@@ -262,11 +262,12 @@ def _checked(index: Any, shape: list[int]) -> Any:
             if entry < -size:
                 raise SafetensorError(f"Invalid index {entry} for dimension {dim} of size {size}")
             entries[dim] = entry + size
-    where = f"Error during slicing {_text(entries)} with shape {shape}"
     if len(entries) > len(shape):
+        where = f"Error during slicing {_text(entries)} with shape {shape}"
         raise SafetensorError(f"{where}: more slicing indexes than dimensions in tensor")
     for dim, entry in enumerate(entries):
         if isinstance(entry, int) and entry >= shape[dim]:
+            where = f"Error during slicing {_text(entries)} with shape {shape}"
             why = f"index {entry} out of bounds for tensor dimension #{dim} of size {shape[dim]}"
             raise SafetensorError(f"{where}: {why}")
     return tuple(entries)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 from abc import ABC, abstractmethod
-from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -138,18 +137,26 @@ class DummyDeviceBuffer(cpp.gds_device_buffer):
         super().__init__(0, 0, False)
 
 
-class _Arriving(UserDict[str, Any]):
+class _Arriving(Mapping[str, TensorBase]):
     # A mapping of names to tensors. Looking up a tensor waits until it has arrived.
 
     def __init__(self, names: list[str], copier: EngineCopier) -> None:
-        super().__init__(dict.fromkeys(names))
-        self._copier = copier
+        self._names, self._copier = dict.fromkeys(names), copier
 
     def __getitem__(self, name: str) -> TensorBase:
-        if name not in self.data:
+        if name not in self._names:
             raise KeyError(name)
         self._copier.wait_tensor(name)
         return self._copier.found[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
 
 
 class EngineCopier(CopierInterface):
