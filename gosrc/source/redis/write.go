@@ -275,12 +275,13 @@ func (u *upload) inTurn(ctx context.Context, fn func(context.Context, *redis.Cli
 // UndoPublish removes the published values; see source.Draft. No other file has values with these keys, and a writer
 // that replaces the file removes them.
 func (u *upload) UndoPublish(ctx context.Context) error {
-	defer u.server.closeIdle()
+	s := &server{opt: u.server.opt, retry: u.server.retry} // Publish has closed the connections
+	defer s.closeIdle()
 	values := make([]value, len(u.sent))
 	for i, off := range u.sent {
 		values[i].key = u.shownKey(off)
 	}
-	return u.placeError("save", -1, doRequest(ctx, u.server, func(ctx context.Context, c *redis.Client) error {
+	return u.placeError("save", -1, doRequest(ctx, s, func(ctx context.Context, c *redis.Client) error {
 		_, err := c.TxPipelined(ctx, func(p redis.Pipeliner) error {
 			unlinkValues(ctx, p, values)
 			return nil
