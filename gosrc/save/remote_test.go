@@ -12,6 +12,7 @@ import (
 	"net/http/httptest"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"sync/atomic"
 	"testing"
@@ -272,5 +273,58 @@ func TestRemoteConvert(t *testing.T) {
 	if _, err := convert.Convert(bg, nil, []string{back}, "s3://models/c/",
 		save.Spec{Storage: opt}); !errors.Is(err, errs.ErrArgument) {
 		t.Error("a folder that contains other weights:", err)
+	}
+}
+
+// If the store has the index but its answer is lost, the save does not remove the shards that the index lists.
+func TestRemoteIndexWithoutAnAnswer(t *testing.T) {
+	for _, isCancelled := range []bool{false, true} {
+		s := sourcetest.StartS3(t, false)
+		order := s.InOrder()
+		ctx, cancel := context.WithCancelCause(bg)
+		front := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+			if r.Method != http.MethodPut || !strings.HasSuffix(r.URL.Path, ".index.json") {
+				order.ServeHTTP(w, r)
+				return
+			}
+			order.ServeHTTP(httptest.NewRecorder(), r)
+			if isCancelled {
+				cancel(errs.ErrCancelled)
+			}
+			w.WriteHeader(http.StatusInternalServerError)
+		}))
+		spec := save.Spec{Path: "s3://models/m/w.safetensors", Shard: 13_000}
+		spec.Storage = format.Access{Options: source.Options{Storage: s.Options()}}
+		r := newRand(t)
+		in := []save.Input{bf16("a", r, 64, 100), bf16("b", r, 64, 100), bf16("c", r, 64, 100)}
+		if _, err := save.Write(bg, nil, spec, in); err != nil {
+			t.Fatal(err)
+		}
+		spec.Storage.Storage = s.Options()
+		spec.Storage.Storage["endpoint_url"] = front.URL
+		if _, err := save.Write(ctx, nil, spec, in); err != nil && !isCancelled {
+			t.Error(err)
+		}
+		options := source.Options{Storage: s.Options()}
+		objects, err := open.List(bg, "s3://models/m/", options)
+		if err != nil {
+			t.Fatal(err)
+		}
+		index := string(object(t, "s3://models/m/w.safetensors.index.json", format.Access{Options: options}))
+		var shards int
+		for _, name := range strings.Split(index, `"`) {
+			if !strings.HasSuffix(name, ".safetensors") {
+				continue
+			}
+			shards++
+			if !slices.ContainsFunc(objects, func(uri string) bool { return strings.HasSuffix(uri, name) }) {
+				t.Errorf("cancelled: %t: the index lists %s, which is gone", isCancelled, name)
+			}
+		}
+		if shards == 0 {
+			t.Error(index)
+		}
+		front.Close()
+		cancel(nil)
 	}
 }

@@ -11,11 +11,13 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
+	"sync"
 	"time"
 
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/atomicfile"
 	"github.com/overwire/overwire/gosrc/internal/modelfiles"
+	"github.com/overwire/overwire/gosrc/internal/spawn"
 	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/source/open"
 	"golang.org/x/sys/unix"
@@ -250,11 +252,13 @@ func (o *objects) Drop(err error) {
 			}
 		}
 	})
+	var wg sync.WaitGroup
 	for _, d := range o.drafts {
 		if d != nil {
-			d.Drop()
+			spawn.GoFor(&wg, "drop an object", d.Drop) // a store may take seconds to answer
 		}
 	}
+	wg.Wait()
 }
 
 // Publish publishes the objects in order. The last one is the object that readers look for. Then it removes stale

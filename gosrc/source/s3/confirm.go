@@ -202,8 +202,24 @@ func (u *upload) removeOwn(ctx context.Context, api *s3.Client, key sse) error {
 		_, err = api.DeleteObject(ctx, in)
 	}
 	r, isRefusal := errors.AsType[*refusal](classifyError(ctx, err))
-	if isRefusal && (r.class == errs.ErrNotFound || r.status == http.StatusPreconditionFailed) {
+	switch {
+	case isRefusal && r.class == errs.ErrNotFound:
 		return nil
+	case isRefusal && r.status == http.StatusPreconditionFailed:
+		// Another program has replaced the object, or the store compares another ETag than it sends, such as a weak one.
+		again, headErr := api.HeadObject(ctx, &s3.HeadObjectInput{Bucket: &u.bucket, Key: &u.key,
+			SSECustomerAlgorithm: key.algorithm, SSECustomerKey: key.key, SSECustomerKeyMD5: key.sum})
+		if errors.Is(classifyError(ctx, headErr), errs.ErrNotFound) {
+			return nil
+		}
+		if headErr != nil {
+			return headErr
+		}
+		if again.Metadata[markKey] != u.own.mark {
+			return nil
+		}
+		return errs.New(errs.ErrNotSupported, "it was not removed: the store does not accept the ETag that it sends "+
+			"as a condition of a deletion")
 	}
 	return err
 }

@@ -185,3 +185,24 @@ func TestDroppedInFlight(t *testing.T) {
 		h.Close()
 	}
 }
+
+// If the store does not accept the ETag that it sends as a condition, the object stays and the undo says so.
+func TestUndoWithWeakETags(t *testing.T) {
+	t.Parallel()
+	s := sourcetest.StartS3(t, false)
+	front := httptest.NewServer(forwarder(s, func(r *http.Response) error {
+		if r.Request.Method == http.MethodHead {
+			r.Header.Set("ETag", "W/"+r.Header.Get("ETag")) // as proxies do that may compress
+		}
+		return nil
+	}))
+	defer front.Close()
+	uri := "s3://models/weak"
+	d := published(t, with(s, "endpoint_url", front.URL), uri, []byte("ours"))
+	if err := d.UndoPublish(); !errors.Is(err, errs.ErrNotSupported) || !strings.Contains(err.Error(), uri) {
+		t.Error(err)
+	}
+	if b, err := get(uri, with(s)); string(b) != "ours" {
+		t.Errorf("%q %v", b, err)
+	}
+}

@@ -272,8 +272,28 @@ func (u *upload) putObject(ctx context.Context, whole []byte) error {
 	return err
 }
 
-// endPublished releases the client if the object was published.
+// isPublished reports whether the store has the object although Publish failed: its response was lost, or the caller
+// was cancelled before it arrived.
+func (u *upload) isPublished() bool {
+	ctx, cancel := context.WithTimeout(context.Background(), 10*time.Second)
+	defer cancel()
+	out, err := callWithRetries(ctx, u.client, u.bucket, func(ctx context.Context, api *s3.Client) (*s3.HeadObjectOutput,
+		error) {
+		return api.HeadObject(ctx, &s3.HeadObjectInput{Bucket: &u.bucket, Key: &u.key,
+			SSECustomerAlgorithm: u.client.sse.algorithm, SSECustomerKey: u.client.sse.key,
+			SSECustomerKeyMD5: u.client.sse.sum})
+	})
+	if err != nil || out.Metadata[markKey] != u.own.mark {
+		return false
+	}
+	return u.client.confirmKey(out.SSECustomerAlgorithm, out.SSECustomerKeyMD5, out.ResultMetadata) == nil
+}
+
+// endPublished releases the client if the object was published, also if only a later request shows that.
 func (u *upload) endPublished(err error) error {
+	if err != nil && u.isPublished() {
+		err = nil
+	}
 	if err == nil {
 		u.client.releaseClient()
 	}
@@ -290,7 +310,7 @@ func (u *upload) UndoPublish(ctx context.Context) error {
 	return u.placeError("save", err)
 }
 
-// A part whose caller was cancelled may arrive within this time.
+// A request whose caller was cancelled may arrive, or be answered, within this time.
 const lateParts = 2 * time.Second
 
 // Abort removes the parts from the store. It has its own deadline, because the draft's context is often already
@@ -305,7 +325,7 @@ func (u *upload) Abort() {
 			if u.begin.err == nil {
 				u.id = u.begin.out.UploadId
 			}
-		case <-ctx.Done():
+		case <-time.After(lateParts):
 		}
 	}
 	if !isNamed(u.id) {
