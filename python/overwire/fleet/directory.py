@@ -58,19 +58,21 @@ class Lease:
 
 class Reading:
     """An object that nodes read. nodes: when each node last wanted a piece. shares: how many pieces each node with room
-    has shared. shared: when the last one was shared."""
+    has shared. seconds: how long its last read took. shared: when the last piece was shared."""
 
     def __init__(self) -> None:
         self.nodes: dict[str, float] = {}
         self.shares: dict[str, int] = {}
+        self.seconds: dict[str, float] = {}
         self.shared = 0.0
 
 
 class Process:
-    """A process that wants pieces. wants: their sizes and when it first wanted them, in the order of its reads."""
+    """A process that wants pieces. wants: their sizes and when it first wanted them, in the order of its reads. pause:
+    seconds until it may get a lease without any change."""
 
     def __init__(self, name: str) -> None:
-        self.name, self.node, self.room, self.seen = name, "", 0, 0.0
+        self.name, self.node, self.room, self.seen, self.pause = name, "", 0, 0.0, POLL
         self.wants: dict[Key, tuple[int, float]] = {}
         self.change = asyncio.Event()
 
@@ -161,12 +163,12 @@ class Directory:
             if answer.pieces or answer.reads or answer.stores or now >= began + POLL:
                 return answer.pieces, answer.reads, answer.stores
             try:
-                await asyncio.wait_for(one.change.wait(), began + POLL - now)
+                await asyncio.wait_for(one.change.wait(), min(one.pause, began + POLL - now))
             except asyncio.TimeoutError:
                 pass
 
     def _find_work(self, one: Process, now: float) -> Answer:
-        answer = Answer()
+        answer, one.pause = Answer(), POLL
         count = sum(1 for lease in self.leases.values() if lease.process == one.name)
         for key, (size, since) in list(one.wants.items()):
             piece = self.pieces.get(key)
@@ -176,7 +178,7 @@ class Directory:
                 answer.pieces.append((key, piece.refs, piece.sums, piece.process, piece.seconds))
             elif now > max(since, reading.shared) + PATIENCE:
                 answer.stores.append(key)
-            elif key in self.leases or count >= self._count_leases(key[0], one.node, now):
+            elif key in self.leases or count >= self._count_leases(key[0], one, now):
                 continue
             elif self._make_room(one.node, size, one.room, now):
                 self.leases[key] = Lease(one.node, one.name, size)
@@ -190,15 +192,18 @@ class Directory:
             del one.wants[key]
         return answer
 
-    def _count_leases(self, name: str, node: str, now: float) -> int:
-        # The largest number of leases that a process of the node may have. If the others are slow to share pieces, a
-        # node that is ahead goes on.
+    def _count_leases(self, name: str, one: Process, now: float) -> int:
+        # The largest number of leases that a process may have. A node that is ahead goes on if no piece is shared for
+        # as long as its last read took, because the others are slow or fetch earlier pieces.
         reading, readers = self.readings[name], self._list_readers(name, now)
         if len(readers) == 1:
             return LEASES
-        counts = sorted(reading.shares[one] for one in readers if one in reading.shares)
-        is_ahead = bool(counts) and reading.shares.get(node, 0) > counts[len(counts) // 2] + AHEAD
-        return 0 if is_ahead and now < reading.shared + FULL else 1
+        counts = sorted(reading.shares[node] for node in readers if node in reading.shares)
+        wait = reading.shared + min(FULL, reading.seconds.get(one.node, FULL)) - now
+        if wait <= 0 or not counts or reading.shares.get(one.node, 0) <= counts[len(counts) // 2] + AHEAD:
+            return 1
+        one.pause = max(wait, 0.01)
+        return 0
 
     def _list_readers(self, name: str, now: float) -> list[str]:
         reading = self.readings.get(name)
@@ -251,6 +256,7 @@ class Directory:
             if reading is not None:
                 reading.shared = time.monotonic()
                 reading.shares[lease.node] = reading.shares.get(lease.node, 0) + 1
+                reading.seconds[lease.node] = seconds
             self.pieces[key] = Piece(refs, sums, process, lease.node, lease.size, seconds)
             self.used[lease.node] += lease.size
 

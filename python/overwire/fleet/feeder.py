@@ -95,7 +95,7 @@ class Feeder:
         self._is_over = False
         self._reads = BoundedSemaphore(_READS)
         self._waiting: list[tuple[Any, str, Callable[[Any, FedEvent], None], FedEvent]] = []  # fetches to begin
-        self._sources: list[str] = []  # the owners of the pieces that Ray fetches now
+        self._sources: dict[Piece, str] = {}  # the owners of the pieces that Ray fetches now
         self._said: set[str] = set()
         self._work: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._feed = _verbs.feed_open(piece, max(1, min(_AHEAD, room // piece // 2)))
@@ -150,7 +150,9 @@ class Feeder:
                 self._memory.pop(piece, None)
             elif what == "late":
                 self._asked.pop(piece, None)
+                self._sources.pop(piece, None)
             elif what != "bad":
+                self._sources = {key: one for key, one in self._sources.items() if key[0] != file}
                 self._asked = {key: one for key, one in self._asked.items() if key[0] != file}
                 self._memory = {key: one for key, one in self._memory.items() if key[0] != file}
                 self._owners = {key: one for key, one in self._owners.items() if key[0] != file}
@@ -163,6 +165,8 @@ class Feeder:
             self._say("is late", "the store would be faster", event)
         elif what == "alone":
             self._say(f"pieces of {event['uri']} do not arrive in time", "no more of them are requested")
+        if what not in ("ask", "free", "bad"):
+            self._start_fetches()
         if what in ("alone", "close"):
             self._directory.leave.remote(event["name"], self._node)
 
@@ -293,27 +297,33 @@ class Feeder:
             self._waiting.append((refs[0], owner, use, event))
         self._start_fetches()
 
-    def _start_fetches(self, ended: str = "") -> None:
-        # Starts fetches. Prefers pieces of owners that this process fetches nothing from. ended: the owner of a piece
-        # whose fetch has ended.
-        begin = []
+    def _start_fetches(self, ended: Piece | None = None) -> None:
+        # Starts fetches. Prefers pieces of owners that this process fetches nothing from, and drops those for which the
+        # engine no longer waits. ended: a piece whose fetch has ended.
+        begin, over = [], []
         with self._lock:
-            if ended:
-                self._sources.remove(ended)
+            if ended is not None:
+                self._sources.pop(ended, None)
+            over = [one for one in self._waiting if (one[3]["file"], one[3]["piece"]) not in self._asked]
+            self._waiting = [one for one in self._waiting if (one[3]["file"], one[3]["piece"]) in self._asked]
             while self._waiting and len(self._sources) < _FETCHES:
-                begin.append(min(self._waiting, key=lambda one: self._sources.count(one[1])))
+                owners = list(self._sources.values())
+                begin.append(min(self._waiting, key=lambda one: owners.count(one[1])))
                 self._waiting.remove(begin[-1])
-                self._sources.append(begin[-1][1])
-        for ref, owner, use, event in begin:
-            self._run_work(partial(self._begin_fetch, ref, owner, use), event)
+                _, owner, _, event = begin[-1]
+                self._sources[event["file"], event["piece"]] = owner
+        for *_, event in over:
+            self._set_free(event)
+        for ref, _, use, event in begin:
+            self._run_work(partial(self._begin_fetch, ref, use), event)
 
-    def _begin_fetch(self, ref: Any, owner: str, use: Callable[[Any, FedEvent], None], event: FedEvent) -> None:
-        with after_error(self._start_fetches, owner):
-            ref.future().add_done_callback(partial(self._end_fetch, owner, use, event))
+    def _begin_fetch(self, ref: Any, use: Callable[[Any, FedEvent], None], event: FedEvent) -> None:
+        with after_error(self._start_fetches, (event["file"], event["piece"])):
+            ref.future().add_done_callback(partial(self._end_fetch, use, event))
 
-    def _end_fetch(self, owner: str, use: Callable[[Any, FedEvent], None], event: FedEvent, future: Any) -> None:
+    def _end_fetch(self, use: Callable[[Any, FedEvent], None], event: FedEvent, future: Any) -> None:
         self._work.put(partial(self._run_work, partial(use, future), event))
-        self._start_fetches(owner)
+        self._start_fetches((event["file"], event["piece"]))
 
     def _use_piece(self, future: Any, event: FedEvent, sums: bytes, owner: str) -> None:
         """Answers with a piece that Ray has fetched. If it is lost, the question stays open."""
