@@ -37,8 +37,8 @@ type State struct {
 	// Sealed means that Layout covers checksums of all tensor bytes in the file.
 	Sealed bool `json:"sealed"`
 	// Sample is a digest of Changed and of samples of every tensor, if they were requested and neither Sealed nor Pin
-	// is set. Programs cannot set the time Changed, so it shows any write. Samples also show most differences between
-	// files with equal times, as images may have.
+	// is set. Programs cannot set the time Changed, so it shows writes, except those through memory that maps the
+	// file and was not stored yet. Samples also show most differences between files with equal times, as images may have.
 	Sample string `json:"sample"`
 }
 

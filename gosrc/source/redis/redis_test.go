@@ -520,3 +520,30 @@ func TestUndoPublish(t *testing.T) {
 		t.Error(keys)
 	}
 }
+
+// A file that the server has published is published, even if the answer is lost because the save was cancelled.
+func TestPublishWithoutAnAnswer(t *testing.T) {
+	s := sourcetest.StartRedis(t, false)
+	plain := plainClient(t, s)
+	ctx, cancel := context.WithCancel(bg)
+	defer cancel()
+	var cuts atomic.Int32
+	front := through(t, s.Addr, func(n int) int {
+		if keys := plain.Keys(bg, "answer:ow-*").Val(); len(keys) == 0 || !cuts.CompareAndSwap(0, 1) {
+			return n
+		}
+		cancel()
+		return -1
+	})
+	opt := withConnection(s)
+	d, err := Create(ctx, "redis://"+front+"/answer", opt, 3)
+	if err == nil {
+		err = errors.Join(d.Write([]byte("new"), 0), d.Finish(3), d.Publish())
+	}
+	if err != nil || cuts.Load() == 0 {
+		t.Errorf("%v, cuts: %d", err, cuts.Load())
+	}
+	if b, err := get("redis://"+s.Addr+"/answer", opt); string(b) != "new" {
+		t.Errorf("%q %v", b, err)
+	}
+}

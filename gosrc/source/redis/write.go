@@ -230,10 +230,26 @@ func (u *upload) Publish(ctx context.Context, n int, whole []byte) error {
 		}
 		return err
 	})
+	if err != nil && u.isPublished() {
+		err = nil
+	}
 	if err == nil {
 		u.server.closeIdle()
 	}
 	return u.placeError("save", -1, err)
+}
+
+// isPublished reports whether the server has the values although Publish failed: its answer was lost, or the caller was
+// cancelled before it arrived.
+func (u *upload) isPublished() (is bool) {
+	ctx, cancel := context.WithTimeout(context.Background(), 10*time.Second)
+	defer cancel()
+	err := doRequest(ctx, u.server, func(ctx context.Context, c *redis.Client) error {
+		k, err := c.Exists(ctx, u.shownKey(0)).Result()
+		is = k == 1
+		return err
+	})
+	return err == nil && is
 }
 
 // writtenValues lists the values under a key that were written by this package, even if they do not form a file.
