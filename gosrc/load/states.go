@@ -38,7 +38,8 @@ type State struct {
 	Sealed bool `json:"sealed"`
 	// Sample is a digest of Changed and of samples of every tensor, if they were requested and neither Sealed nor Pin
 	// is set. Programs cannot set the time Changed, so it shows writes, except those through memory that maps the
-	// file and was not stored yet. Samples also show most differences between files with equal times, as images may have.
+	// file and was not stored yet. Samples also show most differences between files with equal times, as images may
+	// have.
 	Sample string `json:"sample"`
 }
 

@@ -51,9 +51,7 @@ func isUnclear(err error, tries int) bool {
 // results from its parts. If the store's ETags are not MD5s, the object must be at least as new as the upload,
 // by the store's clock.
 func (u *upload) confirmUpload(ctx context.Context, api *s3.Client) error {
-	out, err := api.HeadObject(ctx, &s3.HeadObjectInput{Bucket: &u.bucket, Key: &u.key,
-		SSECustomerAlgorithm: u.client.sse.algorithm, SSECustomerKey: u.client.sse.key,
-		SSECustomerKeyMD5: u.client.sse.sum})
+	out, err := u.headObject(ctx, api, u.client.sse)
 	if err != nil {
 		return u.absentError(ctx, err)
 	}
@@ -177,11 +175,15 @@ func (u *upload) removeUnencrypted(ctx context.Context, api *s3.Client, why erro
 	return why
 }
 
+func (u *upload) headObject(ctx context.Context, api *s3.Client, key sse) (*s3.HeadObjectOutput, error) {
+	return api.HeadObject(ctx, &s3.HeadObjectInput{Bucket: &u.bucket, Key: &u.key,
+		SSECustomerAlgorithm: key.algorithm, SSECustomerKey: key.key, SSECustomerKeyMD5: key.sum})
+}
+
 // removeOwn removes the object if it has the mark of this upload. The deletion has the condition that the ETag is still
 // the same. A store that ignores this condition removes an object that replaced this one between the two requests.
 func (u *upload) removeOwn(ctx context.Context, api *s3.Client, key sse) error {
-	out, err := api.HeadObject(ctx, &s3.HeadObjectInput{Bucket: &u.bucket, Key: &u.key,
-		SSECustomerAlgorithm: key.algorithm, SSECustomerKey: key.key, SSECustomerKeyMD5: key.sum})
+	out, err := u.headObject(ctx, api, key)
 	if errors.Is(classifyError(ctx, err), errs.ErrNotFound) {
 		return nil
 	}
@@ -206,20 +208,14 @@ func (u *upload) removeOwn(ctx context.Context, api *s3.Client, key sse) error {
 	case isRefusal && r.class == errs.ErrNotFound:
 		return nil
 	case isRefusal && r.status == http.StatusPreconditionFailed:
-		// Another program has replaced the object, or the store compares another ETag than it sends, such as a weak one.
-		again, headErr := api.HeadObject(ctx, &s3.HeadObjectInput{Bucket: &u.bucket, Key: &u.key,
-			SSECustomerAlgorithm: key.algorithm, SSECustomerKey: key.key, SSECustomerKeyMD5: key.sum})
-		if errors.Is(classifyError(ctx, headErr), errs.ErrNotFound) {
+		// Another program has replaced the object, or the store compares other ETags than it sends, such as weak ones.
+		out, err = u.headObject(ctx, api, key)
+		if errors.Is(classifyError(ctx, err), errs.ErrNotFound) || err == nil && out.Metadata[markKey] != u.own.mark {
 			return nil
 		}
-		if headErr != nil {
-			return headErr
+		if err == nil {
+			err = errs.New(errs.ErrNotSupported, "it was not removed: the store refuses the ETag that it sends")
 		}
-		if again.Metadata[markKey] != u.own.mark {
-			return nil
-		}
-		return errs.New(errs.ErrNotSupported, "it was not removed: the store does not accept the ETag that it sends "+
-			"as a condition of a deletion")
 	}
 	return err
 }

@@ -277,16 +277,12 @@ func (u *upload) putObject(ctx context.Context, whole []byte) error {
 func (u *upload) isPublished() bool {
 	ctx, cancel := context.WithTimeout(context.Background(), 10*time.Second)
 	defer cancel()
-	out, err := callWithRetries(ctx, u.client, u.bucket, func(ctx context.Context, api *s3.Client) (*s3.HeadObjectOutput,
-		error) {
-		return api.HeadObject(ctx, &s3.HeadObjectInput{Bucket: &u.bucket, Key: &u.key,
-			SSECustomerAlgorithm: u.client.sse.algorithm, SSECustomerKey: u.client.sse.key,
-			SSECustomerKeyMD5: u.client.sse.sum})
-	})
-	if err != nil || out.Metadata[markKey] != u.own.mark {
-		return false
-	}
-	return u.client.confirmKey(out.SSECustomerAlgorithm, out.SSECustomerKeyMD5, out.ResultMetadata) == nil
+	out, err := callWithRetries(ctx, u.client, u.bucket,
+		func(ctx context.Context, api *s3.Client) (*s3.HeadObjectOutput, error) {
+			return u.headObject(ctx, api, u.client.sse)
+		})
+	return err == nil && out.Metadata[markKey] == u.own.mark &&
+		u.client.confirmKey(out.SSECustomerAlgorithm, out.SSECustomerKeyMD5, out.ResultMetadata) == nil
 }
 
 // endPublished releases the client if the object was published, also if only a later request shows that.
