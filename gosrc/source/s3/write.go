@@ -287,7 +287,7 @@ func (u *upload) isPublished() bool {
 
 // endPublished releases the client if the object was published, also if only a later request shows that.
 func (u *upload) endPublished(err error) error {
-	if err != nil && u.isPublished() {
+	if err != nil && u.client.heard.Load() && u.isPublished() { // a store that never answered is not asked
 		err = nil
 	}
 	if err == nil {
