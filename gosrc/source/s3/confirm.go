@@ -175,6 +175,7 @@ func (u *upload) removeUnencrypted(ctx context.Context, api *s3.Client, why erro
 	return why
 }
 
+// headObject asks for the metadata of the object with the upload's name, which may be another one.
 func (u *upload) headObject(ctx context.Context, api *s3.Client, key sse) (*s3.HeadObjectOutput, error) {
 	return api.HeadObject(ctx, &s3.HeadObjectInput{Bucket: &u.bucket, Key: &u.key,
 		SSECustomerAlgorithm: key.algorithm, SSECustomerKey: key.key, SSECustomerKeyMD5: key.sum})

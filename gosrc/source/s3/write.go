@@ -272,8 +272,7 @@ func (u *upload) putObject(ctx context.Context, whole []byte) error {
 	return err
 }
 
-// isPublished reports whether the store has the object although Publish failed: its response was lost, or the caller
-// was cancelled before it arrived.
+// isPublished reports whether the store has the object although Publish did not get an answer that says so.
 func (u *upload) isPublished() bool {
 	ctx, cancel := context.WithTimeout(context.Background(), 10*time.Second)
 	defer cancel()

@@ -300,7 +300,7 @@ class Feeder:
     def _start_fetches(self, ended: Piece | None = None) -> None:
         # Starts fetches. Prefers pieces of owners that this process fetches nothing from, and drops those for which the
         # engine no longer waits. ended: a piece whose fetch has ended.
-        begin, over = [], []
+        begin = []
         with self._lock:
             if ended is not None:
                 self._sources.pop(ended, None)
