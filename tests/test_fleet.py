@@ -166,9 +166,9 @@ async def _take(
     """Requests pieces of 10 bytes. The first letter of a process's name is its node."""
     wants = [(name, number, 10) for number in numbers]
     own = [(name, number) for number in reads]
-    got = await one.take_work(process, process[0], room, wants, own, [(name, number) for number in has])
+    got = await one.take_work(process, process[0], room, wants, own, [(name, number) for number in has], {})
     pieces = {key[1]: refs for key, refs, *_ in got[0]}
-    return pieces, *([key[1] for key in keys] for keys in got[1:])  # type: ignore[return-value]
+    return pieces, *([key[1] for key in keys] for keys in got[1:3])  # type: ignore[return-value]
 
 
 async def _put(one: Directory, process: str, number: int, ref: object) -> None:
@@ -223,6 +223,34 @@ def test_each_piece_is_read_by_one_process() -> None:
         asyncio.run(run())
     finally:
         rules.LEASE = lease
+
+
+def test_a_process_learns_which_pieces_its_node_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process gets all pieces that its node has in few answers, also those that it has not asked for."""
+
+    async def take(one: Directory, process: str, near: dict[str, int], *numbers: int) -> Any:
+        wants = [("a", number, 10) for number in numbers]
+        pieces, reads, stores, found = await one.take_work(process, process[0], 100, wants, [], [], near)
+        return [key[1] for key, *_ in pieces], [key[1] for key in reads], [key[1] for key, *_ in found]
+
+    async def run() -> None:
+        one = Directory()
+        for number in range(5):
+            assert await _take(one, "x", number) == ({}, [number], [])
+            await _put(one, "x", number, f"ref{number}")
+        assert await take(one, "y", {"a": 0}, 0, 1) == ([0, 1], [], [])
+        await _take(one, "y", 5, has=[1])
+        assert await take(one, "yy", {"a": 0, "b": 0}, 0, 1) == ([0], [], [1])
+        assert await take(one, "xx", {"a": 0}, 0, 6) == ([], [6], [0, 1, 2, 3, 4])
+        found = (await one.take_work("xx", "x", 100, [("a", 0, 10)], [], [], {"a": 4}))[3]
+        assert found == [(("a", 4), ["ref4"], b"7", "x")]
+        await one.drop([("a", 3)], "x")
+        monkeypatch.setattr(rules, "NEAR", 2)
+        assert await take(one, "xx", {"a": 0}, 0) == ([], [], [0, 1])
+        assert await take(one, "xx", {"a": 2}, 2) == ([], [], [2, 4])
+        assert await take(one, "xx", {}, 0) == ([0], [], [])
+
+    asyncio.run(run())
 
 
 def test_nodes_read_equally(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,10 +42,11 @@ def test_once(setup: Setup, compress: bool) -> None:
     assert got == want and setup.sent() > size * 0.9
 
 
-def test_lost_owner(setup: Setup) -> None:
+@pytest.mark.parametrize("node", [0, 1])
+def test_lost_owner(setup: Setup, node: int) -> None:
     """If a process dies, the pieces that it owned are read from the store and shared again."""
     uri, want, size = setup.model(True)
-    owner, other, late = setup.replica(0), setup.replica(1), setup.replica(2)
+    owner, other, late = setup.replica(0), setup.replica(node), setup.replica(2)
     assert ray.get(owner.load.remote(uri, setup.options))[0] == want
     ray.kill(owner)
     time.sleep(1)
@@ -89,6 +90,44 @@ def test_wrong_credentials(setup: Setup) -> None:
     with pytest.raises(ow.errors.AccessError):
         ray.get(second.load.remote(uri, {**setup.options, "secret": "wrong"}))
     assert all(got == want for got, _ in ray.get(works))
+
+
+class Recording(Directory):
+    """A directory that records how many pieces its answers have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.answers: list[tuple[int, int]] = []
+
+    async def take_work(self, *args: Any) -> Any:
+        answer = await super().take_work(*args)
+        self.answers.append((len(answer[0]), len(answer[3])))
+        return answer
+
+    async def take_record(self) -> list[tuple[int, int]]:
+        """Returns the numbers of pieces since the last call: those to fetch, and those that the node has."""
+        answers, self.answers = self.answers, []
+        return answers
+
+
+@pytest.mark.parametrize("compress", [True, False])
+def test_pieces_of_the_same_node(setup: Setup, compress: bool) -> None:
+    """A second replica on a node, and a second load, get all pieces of their node in one answer of the directory."""
+    uri, want, _ = setup.model(compress)
+    with contextlib.suppress(ValueError):
+        ray.kill(ray.get_actor(DIRECTORY, namespace=NAMESPACE))
+    wait_until_gone()
+    directory = ray.remote(Recording).options(name=DIRECTORY, namespace=NAMESPACE, num_cpus=0).remote()
+    first, second = setup.replica(0), setup.replica(0)
+    assert ray.get(first.load.remote(uri, setup.options))[0] == want
+    count = ray.get(directory.counts.remote())["pieces"]
+    ray.get(directory.take_record.remote())
+    for replica in (second, second, first):
+        assert ray.get(replica.load.remote(uri, setup.options)) == (want, [])
+        answers = ray.get(directory.take_record.remote())
+        assert sum(fetched for fetched, _ in answers) == 0 and [near for _, near in answers if near] == [count]
+    ray.kill(directory)
+    wait_until_gone()
 
 
 class WrongSums(Directory):

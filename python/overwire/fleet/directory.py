@@ -33,6 +33,9 @@ LEASES = 2
 #: reads faster than they do would let them wait for its link.
 AHEAD = 1
 
+#: How many pieces that a node already has it gets in one answer.
+NEAR = 128
+
 #: A piece: the name of the object's state, and the piece's number.
 Key = tuple[str, int]
 
@@ -81,12 +84,18 @@ class Answer:
     """Tells a process how to get the pieces that it wants.
 
     pieces: fetch these from Ray, as (key, reference, checksums, owner, seconds). reads: read these from the store, and
-    share them. stores: read these without sharing them. Other pieces are on their way."""
+    share them. stores: read these without sharing them. Other pieces are on their way. near: pieces that the node
+    already has, also some that were not asked for, as (key, reference, checksums, owner)."""
 
     def __init__(self) -> None:
         self.pieces: list[tuple[Key, list[Any], bytes, str, float]] = []
         self.reads: list[Key] = []
         self.stores: list[Key] = []
+        self.near: list[tuple[Key, list[Any], bytes, str]] = []
+
+    def has_work(self) -> bool:
+        """Returns whether the process can do anything with this answer."""
+        return bool(self.pieces or self.reads or self.stores or self.near)
 
 
 class Directory:
@@ -131,12 +140,14 @@ class Directory:
             one.change.set()
 
     async def take_work(
-        self, process: str, node: str, room: int, wants: list[tuple[str, int, int]], reads: list[Key], has: list[Key]
-    ) -> tuple[list[Any], list[Key], list[Key]]:
+        self, process: str, node: str, room: int, wants: list[tuple[str, int, int]], reads: list[Key],
+        has: list[Key], near: dict[str, int],
+    ) -> tuple[list[Any], list[Key], list[Key], list[Any]]:  # fmt: skip
         """Waits until a process can do something about the pieces that it wants. Returns the fields of an Answer.
 
         room: the largest total size of the pieces that the node may share. wants: pieces as (name, number, size).
-        reads: the leases of the process, which this renews. has: pieces that the node has received."""
+        reads: the leases of the process, which this renews. has: pieces that the node has received. near: the names of
+        objects, and the number from which on the process does not know which of their pieces the node has."""
         await self.note_alive(process)
         began = time.monotonic()
         one = self.processes.setdefault(process, Process(process))
@@ -159,16 +170,32 @@ class Directory:
                 else:
                     reading.shares.pop(node, None)
             self._end_old(now)
-            answer = self._find_work(one, now)
-            if answer.pieces or answer.reads or answer.stores or now >= began + POLL:
-                return answer.pieces, answer.reads, answer.stores
+            answer = Answer()
+            for name, first in near.items():
+                answer.near += self._list_near(name, first, node)
+            for key, *_ in answer.near:
+                one.wants.pop(key, None)
+            self._find_work(one, now, answer)
+            if answer.has_work() or now >= began + POLL:
+                return answer.pieces, answer.reads, answer.stores, answer.near
             try:
                 await asyncio.wait_for(one.change.wait(), min(one.pause, began + POLL - now))
             except asyncio.TimeoutError:
                 pass
 
-    def _find_work(self, one: Process, now: float) -> Answer:
-        answer, one.pause = Answer(), POLL
+    def _list_near(self, name: str, first: int, node: str) -> list[tuple[Key, list[Any], bytes, str]]:
+        # The first pieces of an object, from a number on, that a node has.
+        numbers = sorted(key[1] for key, one in self.pieces.items()
+                         if key[0] == name and key[1] >= first and node in one.nodes)  # fmt: skip
+        found = []
+        for key in [(name, number) for number in numbers[:NEAR]]:
+            self.pieces.move_to_end(key)
+            piece = self.pieces[key]
+            found.append((key, piece.refs, piece.sums, piece.process))
+        return found
+
+    def _find_work(self, one: Process, now: float, answer: Answer) -> None:
+        one.pause = POLL
         count = sum(1 for lease in self.leases.values() if lease.process == one.name)
         for key, (size, since) in list(one.wants.items()):
             piece = self.pieces.get(key)
@@ -190,7 +217,6 @@ class Directory:
             else:
                 continue
             del one.wants[key]
-        return answer
 
     def _count_leases(self, name: str, one: Process, now: float) -> int:
         # The largest number of leases that a process may have. A node that is ahead goes on if no piece is shared for

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from .._requests import FedEvent
 
 #: The namespace in Ray, and the name of the directory, which changes with its methods.
-NAMESPACE, DIRECTORY = "overwire", "directory-3"
+NAMESPACE, DIRECTORY = "overwire", "directory-4"
 
 # The number of threads that handle pieces, how many of them may read from the store at once, and the largest number of
 # pieces that the engine asks for before it reads them.
@@ -85,6 +85,8 @@ class Feeder:
         self._patience = _START  # for the directory's next answer: a new actor starts in some seconds
         self._memory: dict[Piece, Any] = {}  # of the pieces that the engine uses
         self._owners: dict[Piece, str] = {}  # of all pieces that it has used
+        self._near: dict[directory.Key, tuple[Any, bytes, str]] = {}  # pieces of open objects that this node has
+        self._covered: dict[str, float] = {}  # the directory has said which pieces below this number are near
         self._asked: dict[Piece, FedEvent] = {}  # the engine's open questions
         self._busy: set[Piece] = set()  # questions that a thread is working on
         self._seconds = 0.0  # how long a slow read of a piece has recently taken
@@ -129,7 +131,8 @@ class Feeder:
             try:
                 for event in events:
                     self._handle(event)
-                wants = [(one["name"], one["piece"], one["bytes"]) for one in events if one["what"] == "ask"]
+                wants = [(one["name"], one["piece"], one["bytes"]) for one in events
+                         if one["what"] == "ask" and (one["file"], one["piece"]) in self._asked]  # fmt: skip
                 if wants:
                     self._directory.add_wants.remote(self._process, wants)
                     self._todo.set()
@@ -142,8 +145,9 @@ class Feeder:
 
     def _handle(self, event: FedEvent) -> None:
         what, file = event["what"], event["file"]
-        piece = file, event["piece"]
+        piece, key = (file, event["piece"]), (event["name"], event["piece"])
         with self._lock:
+            near = self._near.get(key)
             if what == "ask":
                 self._asked[piece] = event
             elif what == "free":
@@ -151,16 +155,22 @@ class Feeder:
             elif what == "late":
                 self._asked.pop(piece, None)
                 self._sources.pop(piece, None)
-            elif what != "bad":
+            elif what == "bad":
+                self._near.pop(key, None)
+            else:
+                self._near = {one: near for one, near in self._near.items() if one[0] != event["name"]}
+                self._covered.pop(event["name"], None)
                 self._sources = {key: one for key, one in self._sources.items() if key[0] != file}
                 self._asked = {key: one for key, one in self._asked.items() if key[0] != file}
                 self._memory = {key: one for key, one in self._memory.items() if key[0] != file}
                 self._owners = {key: one for key, one in self._owners.items() if key[0] != file}
-        if what == "ask" and self._patience == _START:
+        if what == "ask" and near is not None:
+            self._answer_question(event, *near)
+        elif what == "ask" and self._patience == _START:
             _verbs.feed_wait(self._feed, *piece, int(_START * 1000))
         elif what == "bad":
             self._say("has a wrong checksum", "dropped for all nodes", event)
-            self._drop_piece((event["name"], event["piece"]), self._owners.get(piece))
+            self._drop_piece(key, self._owners.get(piece))
         elif what == "late":
             self._say("is late", "the store would be faster", event)
         elif what == "alone":
@@ -186,7 +196,7 @@ class Feeder:
         while not self._is_over:
             with self._lock:
                 wants = [one for piece, one in self._asked.items() if piece not in self._busy]
-                leases, has = list(self._leases), self._has
+                leases, has, near = list(self._leases), self._has, self._find_uncovered(wants)
                 self._has = []
                 if not (wants or leases or has):
                     self._todo.clear()
@@ -196,9 +206,10 @@ class Feeder:
                 continue
             try:
                 keys = [(one["name"], one["piece"], one["bytes"]) for one in wants]
-                work = self._directory.take_work.remote(self._process, self._node, self._room, keys, leases, has)
-                pieces, reads, stores = self._ray.get(work, timeout=self._patience)
+                work = self._directory.take_work.remote(self._process, self._node, self._room, keys, leases, has, near)
+                pieces, reads, stores, found = self._ray.get(work, timeout=self._patience)
                 self._patience = _PATIENCE
+                self._take_near(near, found)
             except Exception as error:
                 self._say("the directory does not answer", error)
                 self._patience = _PATIENCE
@@ -217,6 +228,37 @@ class Feeder:
             for key in stores:
                 self._start_work(key, self._decline_piece, True)
             self._extend_waits()
+
+    def _find_uncovered(self, wants: list[FedEvent]) -> dict[str, int]:
+        # Returns the objects of which the engine wants pieces that this process may not know to be near, each with its
+        # first such piece.
+        found: dict[str, int] = {}
+        for one in wants:
+            if one["piece"] >= self._covered.get(one["name"], 0):
+                found[one["name"]] = min(one["piece"], found.get(one["name"], one["piece"]))
+        return found
+
+    def _take_near(self, asked: dict[str, int], found: list[tuple[directory.Key, list[Any], bytes, str]]) -> None:
+        # Gets the memory of pieces that are in this node's shared memory, and answers questions about them. The memory
+        # stays in use until the object is closed. Pieces without checksums are not used. Those that Ray has lost or
+        # moved to a disk are fetched like pieces of other nodes.
+        refs = {one[1][0]: one for one in found if one[2]}
+        try:
+            ready = self._ray.wait(list(refs), num_returns=len(refs), timeout=0)[0] if refs else []
+            memories = self._ray.get(ready, timeout=_PATIENCE) if ready else []
+        except self._ray.exceptions.RayError:
+            ready = memories = []
+        with self._lock:
+            for name in asked:
+                numbers = [key[1] for key, *_ in found if key[0] == name]
+                self._covered[name] = numbers[-1] + 1 if len(numbers) >= directory.NEAR else float("inf")
+            for ref, memory in zip(ready, memories, strict=True):
+                key, _, sums, owner = refs[ref]
+                self._near[key] = memory, sums, owner
+            asked_near = [(one, self._near[one["name"], one["piece"]]) for one in self._asked.values()
+                          if (one["name"], one["piece"]) in self._near]  # fmt: skip
+        for event, near in asked_near:
+            self._answer_question(event, *near)
 
     def _note_alive(self) -> None:
         # A call after ray.shutdown() would start a new cluster. If the directory is lost, the next load notices it.
