@@ -68,7 +68,8 @@ func (t Target) allocateFor(sizes []int64) ([]device.Memory, error) {
 }
 
 // Ring returns the number of slots of a GPU's queue and their size. Slots are smaller for ranges that are read in
-// steps and for ranks that exchange what they read. They are smallest if m.OwnSlots() is true.
+// steps and for ranks that exchange what they read. They are smallest if m.OwnSlots() is true. There are fewer if
+// m.HasFewCores() is true.
 func Ring(m plan.Machine) (slots int, bytes int64) {
 	switch {
 	case m.OwnSlots():
@@ -79,6 +80,8 @@ func Ring(m plan.Machine) (slots int, bytes int64) {
 		return queue.ExchangeRing(readers)
 	case m.RangeBytes > 0 || m.InGroup:
 		return queue.RemoteRing()
+	case m.HasFewCores():
+		return queue.HalfRing()
 	}
 	return queue.DefaultRing()
 }

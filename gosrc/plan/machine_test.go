@@ -53,7 +53,7 @@ func TestMachine(t *testing.T) {
 			t.Errorf("%s: %d workers, want %d", c.name, n, c.workers)
 		}
 	}
-	for cores, want := range map[int]int{1: 16, 4: 16, 15: 16, 16: 14, 17: 15, 18: 16, 64: 16} {
+	for cores, want := range map[int]int{0: 16, 1: 2, 3: 4, 4: 6, 5: 16, 15: 16, 16: 14, 17: 15, 18: 16, 64: 16} {
 		if n := (Machine{Cores: cores, SlotBytes: slot}).Workers(0); n != want {
 			t.Errorf("%d readers of a GPU on %d cores, want %d", n, cores, want)
 		}

@@ -65,8 +65,8 @@ func TestDivided(t *testing.T) {
 		{"eight ranks, bound to their nodes", 8, 0, "0-15,32-47", 32, 8},
 		{"eight ranks, with eight cores each", 8, 0, "0-7", 8, 16},
 		{"a rank bound to the other node", 8, 0, "16-31,48-63", 32, 4},
-		{"a rank bound to a core of the other node", 8, 0, "17", 1, 16},
-		{"a rank bound to cores of both", 8, 0, "12-19", 4, 16},
+		{"a rank bound to a core of the other node", 8, 0, "17", 1, 2},
+		{"a rank bound to cores of both", 8, 0, "12-19", 4, 6},
 	} {
 		var may unix.CPUSet
 		for _, core := range nodes.Cores(c.may) {

@@ -121,6 +121,9 @@ func StagingSize(slots int, slotBytes int64) int64 {
 // DefaultRing returns the number of slots and their size for most loads.
 func DefaultRing() (slots int, bytes int64) { return ring.slots, ring.bytes }
 
+// HalfRing returns a ring with half of the slots of DefaultRing, for few cores. A queue with the default memory serves it.
+func HalfRing() (slots int, bytes int64) { return ring.slots / 2, ring.bytes }
+
 // RemoteRing returns a ring with 1.5 times the memory of DefaultRing, divided into more and smaller slots. It is for
 // remote sources, where each connection fills a slot.
 func RemoteRing() (slots int, bytes int64) { return redivideSlots(ring.divided, ring.bytes/2) }

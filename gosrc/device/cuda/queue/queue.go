@@ -64,10 +64,12 @@ type FilledSlot struct {
 	Done  func(task int, err error)
 }
 
-// fits reports whether the queue can be divided into these slots without being much too large.
+// fits reports whether the queue can be divided into these slots without being much too large. No ring that loads use
+// is too large, because another load would need it again.
 func (q *Queue) fits(slots int, slotBytes int64) bool {
 	need := roundUpToRing(int64(slots) * slotStride(slotBytes))
-	return slots <= len(q.all) && need <= q.pages.N && q.pages.N <= 2*need+memory.HugePage
+	most := max(2*need, int64(ring.divided)*slotStride(ring.bytes))
+	return slots <= len(q.all) && need <= q.pages.N && q.pages.N <= most+memory.HugePage
 }
 
 // divideIntoSlots divides the queue's memory into slots of `room` bytes, including tables. No slot may be in use.
