@@ -8,7 +8,8 @@
 
 --build: a name, and the folder of the package with its engine. Each load runs in a new fork of a process that has
 imported torch, and rows run in random order. A fork imports its loader and creates the CUDA context, then loads the
-file twice. Modules that the first call imports are part of its time. In a round before the first one, the tensors of
+file twice. Modules that the first call imports are part of its time; the time to import the loader itself is a column
+of its own. In a round before the first one, the tensors of
 both loads are compared with the plain file, and nothing is timed.
 
 --baseline: a program compiled from copyways.cu, which only reads and copies. It runs once in each round. The table has
@@ -77,18 +78,20 @@ def run_in_forks(works: list[Callable[[], dict[str, Any]]]) -> dict[str, Any]:
     return failed[0] if failed else {name: max(one[name] for one in results) for name in results[0]}
 
 
-def loader_of(build: str, peer: str, device: str) -> Callable[[str], Any]:
-    """Returns a function that loads a file. Imports the loader as a program does, and creates the CUDA context."""
+def loader_of(build: str, peer: str, device: str) -> tuple[Callable[[str], Any], float]:
+    """Returns a function that loads a file, and the seconds to import the loader. Imports it as a program does, and
+    creates the CUDA context before that."""
     sys.path.insert(0, build)
     if device != "cpu":
         torch = importlib.import_module("torch")
         torch.cuda.set_device(torch.empty(1, device=device).device)
-    if not peer:
-        overwire = importlib.import_module("overwire")
-        return lambda file: overwire.load_file(file, device=device)
-    face = importlib.import_module("overwire._bench_faces")._FACES[peer]
-    module = importlib.import_module(face.module)
-    return lambda file: face.load(module, file, device)
+    face = importlib.import_module("overwire._bench_faces")._FACES[peer] if peer else None
+    began = time.perf_counter()
+    module: Any = importlib.import_module(face.module if face else "overwire")
+    seconds = time.perf_counter() - began
+    if face:
+        return lambda file: face.load(module, file, device), seconds
+    return lambda file: module.load_file(file, device=device), seconds
 
 
 def await_gpu(device: str) -> int:
@@ -106,8 +109,8 @@ def load_twice(
 ) -> dict[str, Any]:
     """Loads a file twice. plain: compares the tensors with this file instead of timing the loads. meet: waits for the
     other processes that load at the same time."""
-    load = loader_of(build, peer, device)
-    row: dict[str, Any] = {}
+    load, importing = loader_of(build, peer, device)
+    row: dict[str, Any] = {"import": importing}
     for which in WHICH:
         gc.collect()
         unused = await_gpu(device)
@@ -145,7 +148,7 @@ def copy_file(program: str, file: Path, meet: Callable[[], object], device: str,
 
 def load_from(build: str, state: str, device: str, file: Path, tiny: Path) -> dict[str, Any]:
     """Times a first load after a part of its work was done."""
-    load = loader_of(build, "", device)
+    load, _ = loader_of(build, "", device)
     overwire: Any = importlib.import_module("overwire")
     if state != "nothing":
         overwire.load_file  # noqa: B018  imports its module
@@ -259,7 +262,8 @@ def show_loads(
         if limit:
             most = limit * sizes["plain"] / sizes[row[3]]
             text += f"  {statistics.median(first) / most:.3f} / {statistics.median(later) / most:.3f} of the baseline"
-        text += f"  CPU {busy:.2f} s  {extra:.0f} MB extra  n={len(results)}"
+        importing = 1e3 * statistics.median(one["import"] for one in results)
+        text += f"  CPU {busy:.2f} s  {extra:.0f} MB extra  import {importing:.1f} ms  n={len(results)}"
         report.add(text, name=row[0], file=row[3], cores=cores, baseline=limit, runs=results)
 
 

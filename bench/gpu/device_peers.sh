@@ -3,7 +3,7 @@
 # overwire and torch in PYTHON, nvcc, and the loaders that are compared; a loader that is missing gets a row that says
 # so. Prints all rows again at the end.
 #
-#   bench/gpu/device_peers.sh                    one GPU: first cores net, 8 minutes at most
+#   bench/gpu/device_peers.sh                    one GPU: first cores net, 9 minutes at most
 #   bench/gpu/device_peers.sh pair ranks         two GPUs, 4 minutes at most
 #   OUT=folder DIR=/dev/shm BUILDS="--build old=/tmp/old --build new=python" bench/gpu/device_peers.sh first
 #
@@ -32,10 +32,10 @@ loads() {  # name, limit, arguments
 
 for name in $steps; do
     case $name in
-    first) loads first 220 --keep "$work/one" --peer-rounds 2 --seconds 180 ;;
-    cores) loads cores 165 --keep "$work/one" --peer-rounds 1 --rounds 5 --compares 0 --cores 8,4 --seconds 65,70 ;;
+    first) loads first 220 --keep "$work/one" --peer-rounds 7 --seconds 165 ;;
+    cores) loads cores 220 --size 4GB --keep "$work/small" --peer-rounds 7 --compares 0 --cores 8,4 --seconds 85,115 ;;
     net)
-        rm -rf "$work/one"
+        rm -rf "$work/one" "$work/small"
         step net 90 "$PYTHON" bench/bench_net.py --device cuda --size 4GB --repeat 3 --dir "$work"
         ;;
     pair) loads pair 115 --gpus 2 --size 8GB --keep "$work/pair" --peer-rounds 2 --rounds 5 --seconds 80 ;;

@@ -85,7 +85,8 @@ func TestQueueIsReshaped(t *testing.T) {
 	for i, cut := range []struct {
 		slots int
 		size  int64
-	}{{fine, fineSize}, {slots, size}, {slots / 2, size}, {slots / 2, 2 * size}, {finest, finestSize}, {fine, fineSize}, {slots, size}} {
+	}{{fine, fineSize}, {slots, size}, {slots / 2, size}, {slots / 2, 2 * size}, {finest, finestSize}, {fine, fineSize},
+		{slots, size}} {
 		l, err := d.Queue(cut.slots, cut.size)
 		if err != nil {
 			t.Fatal(err)
