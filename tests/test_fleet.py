@@ -226,9 +226,10 @@ def test_each_piece_is_read_by_one_process() -> None:
 
 
 def test_a_process_learns_which_pieces_its_node_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process gets all pieces that its node has in few answers, also those that it has not asked for."""
+    """A process learns at once about all pieces of a range that its node has, also about those that it has not asked
+    for. An answer has a limited number of them."""
 
-    async def take(one: Directory, process: str, near: dict[str, int], *numbers: int) -> Any:
+    async def take(one: Directory, process: str, near: dict[str, tuple[int, int]], *numbers: int) -> Any:
         wants = [("a", number, 10) for number in numbers]
         pieces, reads, stores, found = await one.take_work(process, process[0], 100, wants, [], [], near)
         return [key[1] for key, *_ in pieces], [key[1] for key in reads], [key[1] for key, *_ in found]
@@ -238,16 +239,16 @@ def test_a_process_learns_which_pieces_its_node_has(monkeypatch: pytest.MonkeyPa
         for number in range(5):
             assert await _take(one, "x", number) == ({}, [number], [])
             await _put(one, "x", number, f"ref{number}")
-        assert await take(one, "y", {"a": 0}, 0, 1) == ([0, 1], [], [])
+        assert await take(one, "y", {"a": (0, 9)}, 0, 1) == ([0, 1], [], [])
         await _take(one, "y", 5, has=[1])
-        assert await take(one, "yy", {"a": 0, "b": 0}, 0, 1) == ([0], [], [1])
-        assert await take(one, "xx", {"a": 0}, 0, 6) == ([], [6], [0, 1, 2, 3, 4])
-        found = (await one.take_work("xx", "x", 100, [("a", 0, 10)], [], [], {"a": 4}))[3]
+        assert await take(one, "yy", {"a": (0, 9), "b": (0, 9)}, 0, 1) == ([0], [], [1])
+        assert await take(one, "xx", {"a": (0, 4)}, 0, 6) == ([], [6], [0, 1, 2, 3])
+        found = (await one.take_work("xx", "x", 100, [("a", 0, 10)], [], [], {"a": (4, 9)}))[3]
         assert found == [(("a", 4), ["ref4"], b"7", "x")]
         await one.drop([("a", 3)], "x")
+        assert await take(one, "xx", {"a": (2, 9)}, 2) == ([], [], [2, 4])
         monkeypatch.setattr(rules, "NEAR", 2)
-        assert await take(one, "xx", {"a": 0}, 0) == ([], [], [0, 1])
-        assert await take(one, "xx", {"a": 2}, 2) == ([], [], [2, 4])
+        assert await take(one, "xx", {"a": (0, 1 << 62)}, 0) == ([], [], [0, 1])
         assert await take(one, "xx", {}, 0) == ([0], [], [])
 
     asyncio.run(run())

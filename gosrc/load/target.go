@@ -6,6 +6,7 @@ import (
 	"cmp"
 	"context"
 	"fmt"
+	"runtime"
 	"sync"
 
 	"github.com/overwire/overwire/gosrc/device"
@@ -50,7 +51,11 @@ func Prepare(name string, exchange bool) {
 		_ = spawn.Guard("load prepare", func() error {
 			t, err := TargetOf(name)
 			if err == nil && t.GPU != nil {
-				t.GPU.PrepareQueue(Ring(plan.Machine{InGroup: exchange}))
+				m := plan.Machine{InGroup: exchange}
+				if !exchange { // see Machine.HasFewCores
+					m.Cores = runtime.GOMAXPROCS(0)
+				}
+				t.GPU.PrepareQueue(Ring(m))
 				if exchange {
 					t.GPU.PrepareQueue(ExchangeBatches, queue.TablesOnly)
 				}
@@ -103,6 +108,9 @@ func (t Target) Queue(largest int64, m plan.Machine) (*queue.Queue, error) {
 // ringFor is like Ring, for pieces of at most `largest` bytes.
 func ringFor(largest int64, m plan.Machine) (slots int, size int64) {
 	slots, size = Ring(m)
+	if largest > size && m.HasFewCores() {
+		slots, size = queue.DefaultRing()
+	}
 	if largest > size {
 		slots, size = int(max(2, int64(slots)*size/largest)), largest
 	}

@@ -80,7 +80,7 @@ func TestRelayEveryCallFails(t *testing.T) {
 func TestRelayPrepared(t *testing.T) {
 	end := cuda.Fake(512 << 20)
 	cudatest.TakeHistory()
-	load.Prepare("cuda:0", false)
+	load.Prepare("cuda:0", true)
 	path, _, _ := loadtest.WriteModel(t, save.Spec{Compress: true, ChunkBytes: 64 << 10}, "", 1<<20)
 	m := loadtest.OpenModel(t, path)
 	load.AwaitPreparations()

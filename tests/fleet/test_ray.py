@@ -112,7 +112,7 @@ class Recording(Directory):
 
 @pytest.mark.parametrize("compress", [True, False])
 def test_pieces_of_the_same_node(setup: Setup, compress: bool) -> None:
-    """A second replica on a node, and a second load, get all pieces of their node in one answer of the directory."""
+    """A second replica on a node, and a second load, get the pieces of their node in few answers of the directory."""
     uri, want, _ = setup.model(compress)
     with contextlib.suppress(ValueError):
         ray.kill(ray.get_actor(DIRECTORY, namespace=NAMESPACE))
@@ -125,7 +125,8 @@ def test_pieces_of_the_same_node(setup: Setup, compress: bool) -> None:
     for replica in (second, second, first):
         assert ray.get(replica.load.remote(uri, setup.options)) == (want, [])
         answers = ray.get(directory.take_record.remote())
-        assert sum(fetched for fetched, _ in answers) == 0 and [near for _, near in answers if near] == [count]
+        near = [number for _, number in answers if number]
+        assert sum(fetched for fetched, _ in answers) == 0 and sum(near) == count and len(near) <= 1 + count // 5
     ray.kill(directory)
     wait_until_gone()
 

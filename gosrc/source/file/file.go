@@ -368,7 +368,13 @@ func (f *File) Expect(total int64, host bool, how string) int {
 	f.mu.RLock()
 	defer f.mu.RUnlock()
 	f.direct.load.Store(nil)
-	if f.shut || how == "buffered" {
+	if f.shut {
+		return 0
+	}
+	if how == "buffered" {
+		if !host && f.kind != regular.InMemory && f.anyCold() {
+			return depth
+		}
 		return 0
 	}
 	isForced, fits := how == "direct", false

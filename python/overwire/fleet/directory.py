@@ -33,8 +33,8 @@ LEASES = 2
 #: reads faster than they do would let them wait for its link.
 AHEAD = 1
 
-#: How many pieces that a node already has it gets in one answer.
-NEAR = 128
+#: How many pieces that a node already has are in one answer.
+NEAR = 32
 
 #: A piece: the name of the object's state, and the piece's number.
 Key = tuple[str, int]
@@ -141,13 +141,13 @@ class Directory:
 
     async def take_work(
         self, process: str, node: str, room: int, wants: list[tuple[str, int, int]], reads: list[Key],
-        has: list[Key], near: dict[str, int],
+        has: list[Key], near: dict[str, tuple[int, int]],
     ) -> tuple[list[Any], list[Key], list[Key], list[Any]]:  # fmt: skip
         """Waits until a process can do something about the pieces that it wants. Returns the fields of an Answer.
 
         room: the largest total size of the pieces that the node may share. wants: pieces as (name, number, size).
         reads: the leases of the process, which this renews. has: pieces that the node has received. near: the names of
-        objects, and the number from which on the process does not know which of their pieces the node has."""
+        objects, each with a range of pieces. The answer says which of them the node has."""
         await self.note_alive(process)
         began = time.monotonic()
         one = self.processes.setdefault(process, Process(process))
@@ -171,8 +171,8 @@ class Directory:
                     reading.shares.pop(node, None)
             self._end_old(now)
             answer = Answer()
-            for name, first in near.items():
-                answer.near += self._list_near(name, first, node)
+            for name, (first, end) in near.items():
+                answer.near += self._list_near(name, first, end, node)
             for key, *_ in answer.near:
                 one.wants.pop(key, None)
             self._find_work(one, now, answer)
@@ -183,15 +183,14 @@ class Directory:
             except asyncio.TimeoutError:
                 pass
 
-    def _list_near(self, name: str, first: int, node: str) -> list[tuple[Key, list[Any], bytes, str]]:
-        # The first pieces of an object, from a number on, that a node has.
-        numbers = sorted(key[1] for key, one in self.pieces.items()
-                         if key[0] == name and key[1] >= first and node in one.nodes)  # fmt: skip
+    def _list_near(self, name: str, first: int, end: int, node: str) -> list[tuple[Key, list[Any], bytes, str]]:
+        # Those of an object's pieces first to end that a node has.
         found = []
-        for key in [(name, number) for number in numbers[:NEAR]]:
-            self.pieces.move_to_end(key)
-            piece = self.pieces[key]
-            found.append((key, piece.refs, piece.sums, piece.process))
+        for key in [(name, number) for number in range(first, min(end, first + NEAR))]:
+            piece = self.pieces.get(key)
+            if piece is not None and node in piece.nodes:
+                self.pieces.move_to_end(key)
+                found.append((key, piece.refs, piece.sums, piece.process))
         return found
 
     def _find_work(self, one: Process, now: float, answer: Answer) -> None:

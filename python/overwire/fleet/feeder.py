@@ -54,6 +54,9 @@ _WAIT, _READS_LONG = 2.0, 4
 # Sharing a piece should take no longer than this, in seconds. Ray takes longer if it has to spill other objects first.
 _SHARE = 5.0
 
+# How long Ray may take to return this node's pieces, in seconds. Leases are not renewed meanwhile.
+_NEAR = 0.5
+
 # The longest wait for events, in milliseconds.
 _EVENTS = 1000
 
@@ -85,8 +88,9 @@ class Feeder:
         self._patience = _START  # for the directory's next answer: a new actor starts in some seconds
         self._memory: dict[Piece, Any] = {}  # of the pieces that the engine uses
         self._owners: dict[Piece, str] = {}  # of all pieces that it has used
-        self._near: dict[directory.Key, tuple[Any, bytes, str]] = {}  # pieces of open objects that this node has
-        self._covered: dict[str, float] = {}  # the directory has said which pieces below this number are near
+        self._near: dict[directory.Key, tuple[Any, bytes, str]] = {}  # pieces that this node has, before they are used
+        self._covered: dict[str, int] = {}  # the directory has said which pieces below this number are near
+        self._window = max(1, min(directory.NEAR, room // piece // 4))  # how many pieces may be near at once
         self._asked: dict[Piece, FedEvent] = {}  # the engine's open questions
         self._busy: set[Piece] = set()  # questions that a thread is working on
         self._seconds = 0.0  # how long a slow read of a piece has recently taken
@@ -152,6 +156,7 @@ class Feeder:
                 self._asked[piece] = event
             elif what == "free":
                 self._memory.pop(piece, None)
+                self._near.pop(key, None)
             elif what == "late":
                 self._asked.pop(piece, None)
                 self._sources.pop(piece, None)
@@ -165,7 +170,7 @@ class Feeder:
                 self._memory = {key: one for key, one in self._memory.items() if key[0] != file}
                 self._owners = {key: one for key, one in self._owners.items() if key[0] != file}
         if what == "ask" and near is not None:
-            self._answer_question(event, *near)
+            self._run_work(partial(self._answer_near, near), event)
         elif what == "ask" and self._patience == _START:
             _verbs.feed_wait(self._feed, *piece, int(_START * 1000))
         elif what == "bad":
@@ -202,6 +207,8 @@ class Feeder:
                     self._todo.clear()
             if not (wants or leases or has):
                 if not self._todo.wait(_BEAT):
+                    with self._lock:  # for objects that stay open
+                        self._near, self._covered = {}, {}
                     self._note_alive()
                 continue
             try:
@@ -209,7 +216,6 @@ class Feeder:
                 work = self._directory.take_work.remote(self._process, self._node, self._room, keys, leases, has, near)
                 pieces, reads, stores, found = self._ray.get(work, timeout=self._patience)
                 self._patience = _PATIENCE
-                self._take_near(near, found)
             except Exception as error:
                 self._say("the directory does not answer", error)
                 self._patience = _PATIENCE
@@ -217,6 +223,7 @@ class Feeder:
                     self._answer_question(one)
                 self._find_again()
                 continue
+            self._take_near(near, found)
             for key, refs, sums, owner, seconds in pieces:
                 fetch = partial(self._fetch_piece, refs=refs, sums=sums, owner=owner, seconds=seconds)
                 self._start_work(key, fetch, True)
@@ -229,36 +236,41 @@ class Feeder:
                 self._start_work(key, self._decline_piece, True)
             self._extend_waits()
 
-    def _find_uncovered(self, wants: list[FedEvent]) -> dict[str, int]:
-        # Returns the objects of which the engine wants pieces that this process may not know to be near, each with its
-        # first such piece.
+    def _find_uncovered(self, wants: list[FedEvent]) -> dict[str, tuple[int, int]]:
+        # Returns the objects of which the engine wants pieces that this process may not know to be near, each with a
+        # range of pieces that begins with the first of these.
         found: dict[str, int] = {}
         for one in wants:
             if one["piece"] >= self._covered.get(one["name"], 0):
                 found[one["name"]] = min(one["piece"], found.get(one["name"], one["piece"]))
-        return found
+        return {name: (first, first + self._window) for name, first in found.items()}
 
-    def _take_near(self, asked: dict[str, int], found: list[tuple[directory.Key, list[Any], bytes, str]]) -> None:
+    def _take_near(
+        self, asked: dict[str, tuple[int, int]], found: list[tuple[directory.Key, list[Any], bytes, str]]
+    ) -> None:
         # Gets the memory of pieces that are in this node's shared memory, and answers questions about them. The memory
-        # stays in use until the object is closed. Pieces without checksums are not used. Those that Ray has lost or
-        # moved to a disk are fetched like pieces of other nodes.
-        refs = {one[1][0]: one for one in found if one[2]}
+        # stays in use until the engine has used the piece or closed the object. Pieces without checksums are not used.
+        # If Ray has lost a piece or moved it elsewhere, all of them are fetched like pieces of other nodes.
+        near: dict[directory.Key, tuple[Any, bytes, str]] = {}
         try:
-            ready = self._ray.wait(list(refs), num_returns=len(refs), timeout=0)[0] if refs else []
-            memories = self._ray.get(ready, timeout=_PATIENCE) if ready else []
-        except self._ray.exceptions.RayError:
-            ready = memories = []
+            checked = [one for one in found if one[2]]
+            memories = self._ray.get([one[1][0] for one in checked], timeout=_NEAR) if checked else []
+            for (key, _, sums, owner), memory in zip(checked, memories, strict=True):
+                near[key] = memory, sums, owner
+        except Exception as error:  # the rest of the answer is used
+            if not isinstance(error, self._ray.exceptions.RayError):
+                self._say("pieces of this node cannot be used", error)
         with self._lock:
-            for name in asked:
-                numbers = [key[1] for key, *_ in found if key[0] == name]
-                self._covered[name] = numbers[-1] + 1 if len(numbers) >= directory.NEAR else float("inf")
-            for ref, memory in zip(ready, memories, strict=True):
-                key, _, sums, owner = refs[ref]
-                self._near[key] = memory, sums, owner
-            asked_near = [(one, self._near[one["name"], one["piece"]]) for one in self._asked.values()
-                          if (one["name"], one["piece"]) in self._near]  # fmt: skip
-        for event, near in asked_near:
-            self._answer_question(event, *near)
+            names = {one["name"] for one in self._asked.values()}  # their objects are open
+            self._covered.update((name, end) for name, (_, end) in asked.items() if name in names)
+            self._near.update((key, one) for key, one in near.items() if key[0] in names)
+            answers = [(one, self._near[one["name"], one["piece"]]) for one in self._asked.values()
+                       if (one["name"], one["piece"]) in self._near]  # fmt: skip
+        for event, one in answers:
+            self._run_work(partial(self._answer_near, one), event)
+
+    def _answer_near(self, near: tuple[Any, bytes, str], event: FedEvent) -> None:
+        self._answer_question(event, *near)
 
     def _note_alive(self) -> None:
         # A call after ray.shutdown() would start a new cluster. If the directory is lost, the next load notices it.
@@ -317,8 +329,9 @@ class Feeder:
             if memory is None:
                 _verbs.feed_answer(self._feed, file, number, 0, 0, b"")
                 return
+            self._owners[file, number] = owner  # a piece of the wrong size is dropped too
             if _verbs.feed_answer(self._feed, file, number, address, size, sums):
-                self._memory[file, number], self._owners[file, number] = holder, owner
+                self._memory[file, number] = holder
 
     def _decline_piece(self, event: FedEvent) -> None:
         self._answer_question(event)

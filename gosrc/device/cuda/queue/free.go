@@ -121,8 +121,7 @@ func StagingSize(slots int, slotBytes int64) int64 {
 // DefaultRing returns the number of slots and their size for most loads.
 func DefaultRing() (slots int, bytes int64) { return ring.slots, ring.bytes }
 
-// HalfRing returns a ring for few cores, with half of the slots of DefaultRing. A queue with the memory of DefaultRing
-// has room for it.
+// HalfRing returns a ring for few cores, with half of the slots of DefaultRing.
 func HalfRing() (slots int, bytes int64) { return ring.slots / 2, ring.bytes }
 
 // RemoteRing returns a ring with 1.5 times the memory of DefaultRing, divided into more and smaller slots. It is for
