@@ -226,12 +226,12 @@ def test_each_piece_is_read_by_one_process() -> None:
 
 
 def test_a_process_learns_which_pieces_its_node_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process learns at once about all pieces of a range that its node has, also about those that it has not asked
-    for. An answer has a limited number of them."""
+    """A process learns at once about all pieces of a range that its node has, including pieces that it has not
+    requested, up to a limit per object."""
 
-    async def take(one: Directory, process: str, near: dict[str, tuple[int, int]], *numbers: int) -> Any:
+    async def take(one: Directory, process: str, local: dict[str, tuple[int, int]], *numbers: int) -> Any:
         wants = [("a", number, 10) for number in numbers]
-        pieces, reads, stores, found = await one.take_work(process, process[0], 100, wants, [], [], near)
+        pieces, reads, stores, found = await one.take_work(process, process[0], 100, wants, [], [], local)
         return [key[1] for key, *_ in pieces], [key[1] for key in reads], [key[1] for key, *_ in found]
 
     async def run() -> None:
@@ -247,7 +247,7 @@ def test_a_process_learns_which_pieces_its_node_has(monkeypatch: pytest.MonkeyPa
         assert found == [(("a", 4), ["ref4"], b"7", "x")]
         await one.drop([("a", 3)], "x")
         assert await take(one, "xx", {"a": (2, 9)}, 2) == ([], [], [2, 4])
-        monkeypatch.setattr(rules, "NEAR", 2)
+        monkeypatch.setattr(rules, "LOCAL", 2)
         assert await take(one, "xx", {"a": (0, 1 << 62)}, 0) == ([], [], [0, 1])
         assert await take(one, "xx", {}, 0) == ([0], [], [])
 

@@ -8,9 +8,9 @@
 
 --build: a name, and the folder of the package with its engine. Each load runs in a new fork of a process that has
 imported torch, and rows run in random order. A fork imports its loader and creates the CUDA context, then loads the
-file twice. Modules that the first call imports are part of its time; the time to import the loader itself is a column
-of its own. In a round before the first one, the tensors of
-both loads are compared with the plain file, and nothing is timed.
+file twice. A first load's time includes the modules that it imports. The time to import the loader itself has its own
+column. In a round before the first one, the tensors of both loads are compared with the plain file, and nothing is
+timed.
 
 --baseline: a program compiled from copyways.cu, which only reads and copies. It runs once in each round. The table has
 its best way of reading, and each row's share of it. For compressed rows, that rate is divided by the compression ratio.
@@ -79,8 +79,8 @@ def run_in_forks(works: list[Callable[[], dict[str, Any]]]) -> dict[str, Any]:
 
 
 def loader_of(build: str, peer: str, device: str) -> tuple[Callable[[str], Any], float]:
-    """Returns a function that loads a file, and the seconds to import the loader. Imports it as a program does, and
-    creates the CUDA context before that."""
+    """Returns a function that loads a file, and the seconds to import the loader. First creates the CUDA context, then
+    imports the loader as a program does."""
     sys.path.insert(0, build)
     if device != "cpu":
         torch = importlib.import_module("torch")

@@ -6,9 +6,9 @@
 One raylet and one HTTP server (`overwire serve`) run on this host. A first replica loads the model from the server and
 keeps its pieces. The other replicas are fresh processes. Each has imported torch, created the CUDA context and called
 Ray once, and loads the model twice: from the server through Ray, or from the file in /dev/shm. The two kinds alternate,
-and digests of the tensors are compared after each load. "read" is what passed over the loopback interface during a load
-through Ray, divided by the size of the file. It includes Ray's own messages. Needs Ray, and memory for the file, Ray's
-copy of it, and the tensors.
+and digests of the tensors are compared after each load. "read" is the number of bytes that passed over the loopback
+interface during a load through Ray, divided by the size of the file. It includes Ray's own messages. Needs Ray, and
+memory for the file, Ray's copy of it, and the tensors.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any
 
 
 def replica(device: str) -> None:
-    """Loads what the lines of the standard input name, and prints the seconds and a digest for each."""
+    """Reads load options from standard input, a JSON object per line. Prints the seconds and digests of each load."""
     import overwire as ow
     import ray
     import torch

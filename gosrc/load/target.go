@@ -73,8 +73,8 @@ func (t Target) allocateFor(sizes []int64) ([]device.Memory, error) {
 }
 
 // Ring returns the number of slots of a GPU's queue and their size. Slots are smaller for ranges that are read in
-// steps and for ranks that exchange what they read. They are smallest if m.OwnSlots() is true. There are fewer if
-// m.HasFewCores() is true.
+// steps and for ranks that exchange what they read. They are smallest if m.OwnSlots() is true. On few
+// cores, there are fewer slots.
 func Ring(m plan.Machine) (slots int, bytes int64) {
 	switch {
 	case m.OwnSlots():
@@ -108,7 +108,7 @@ func (t Target) Queue(largest int64, m plan.Machine) (*queue.Queue, error) {
 // ringFor is like Ring, for pieces of at most `largest` bytes.
 func ringFor(largest int64, m plan.Machine) (slots int, size int64) {
 	slots, size = Ring(m)
-	if largest > size && m.HasFewCores() {
+	if largest > size && m.HasFewCores() { // half a ring would have too few slots of this size
 		slots, size = queue.DefaultRing()
 	}
 	if largest > size {

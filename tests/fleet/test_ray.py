@@ -112,7 +112,8 @@ class Recording(Directory):
 
 @pytest.mark.parametrize("compress", [True, False])
 def test_pieces_of_the_same_node(setup: Setup, compress: bool) -> None:
-    """A second replica on a node, and a second load, get the pieces of their node in few answers of the directory."""
+    """A second replica on a node, and a second load, get their node's pieces from the directory, with few answers: about
+    one for five pieces."""
     uri, want, _ = setup.model(compress)
     with contextlib.suppress(ValueError):
         ray.kill(ray.get_actor(DIRECTORY, namespace=NAMESPACE))
@@ -125,8 +126,9 @@ def test_pieces_of_the_same_node(setup: Setup, compress: bool) -> None:
     for replica in (second, second, first):
         assert ray.get(replica.load.remote(uri, setup.options)) == (want, [])
         answers = ray.get(directory.take_record.remote())
-        near = [number for _, number in answers if number]
-        assert sum(fetched for fetched, _ in answers) == 0 and sum(near) == count and len(near) <= 1 + count // 5
+        local = [number for _, number in answers if number]
+        assert sum(fetched for fetched, _ in answers) == 0 and sum(local) == count
+        assert len(local) <= 1 + count // 5
     ray.kill(directory)
     wait_until_gone()
 

@@ -371,7 +371,7 @@ func (f *File) Expect(total int64, host bool, how string) int {
 	if f.shut {
 		return 0
 	}
-	if how == "buffered" {
+	if how == "buffered" { // cold bytes need as many readers as the disk can serve
 		if !host && f.kind != regular.InMemory && f.anyCold() {
 			return depth
 		}

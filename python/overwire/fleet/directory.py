@@ -33,8 +33,8 @@ LEASES = 2
 #: reads faster than they do would let them wait for its link.
 AHEAD = 1
 
-#: How many pieces that a node already has are in one answer.
-NEAR = 32
+#: The largest number of an object's pieces that one answer lists as already on the node.
+LOCAL = 32
 
 #: A piece: the name of the object's state, and the piece's number.
 Key = tuple[str, int]
@@ -84,18 +84,18 @@ class Answer:
     """Tells a process how to get the pieces that it wants.
 
     pieces: fetch these from Ray, as (key, reference, checksums, owner, seconds). reads: read these from the store, and
-    share them. stores: read these without sharing them. Other pieces are on their way. near: pieces that the node
-    already has, also some that were not asked for, as (key, reference, checksums, owner)."""
+    share them. stores: read these without sharing them. Other pieces are on their way. local: pieces that the
+    node already has, including some that were not requested, as (key, reference, checksums, owner)."""
 
     def __init__(self) -> None:
         self.pieces: list[tuple[Key, list[Any], bytes, str, float]] = []
         self.reads: list[Key] = []
         self.stores: list[Key] = []
-        self.near: list[tuple[Key, list[Any], bytes, str]] = []
+        self.local: list[tuple[Key, list[Any], bytes, str]] = []
 
     def has_work(self) -> bool:
         """Returns whether the process can do anything with this answer."""
-        return bool(self.pieces or self.reads or self.stores or self.near)
+        return bool(self.pieces or self.reads or self.stores or self.local)
 
 
 class Directory:
@@ -141,13 +141,13 @@ class Directory:
 
     async def take_work(
         self, process: str, node: str, room: int, wants: list[tuple[str, int, int]], reads: list[Key],
-        has: list[Key], near: dict[str, tuple[int, int]],
+        has: list[Key], local: dict[str, tuple[int, int]],
     ) -> tuple[list[Any], list[Key], list[Key], list[Any]]:  # fmt: skip
         """Waits until a process can do something about the pieces that it wants. Returns the fields of an Answer.
 
         room: the largest total size of the pieces that the node may share. wants: pieces as (name, number, size).
-        reads: the leases of the process, which this renews. has: pieces that the node has received. near: the names of
-        objects, each with a range of pieces. The answer says which of them the node has."""
+        reads: the leases of the process, which this renews. has: pieces that the node has received. local: maps an
+        object's name to a range of pieces. The answer lists those that the node has."""
         await self.note_alive(process)
         began = time.monotonic()
         one = self.processes.setdefault(process, Process(process))
@@ -171,22 +171,22 @@ class Directory:
                     reading.shares.pop(node, None)
             self._end_old(now)
             answer = Answer()
-            for name, (first, end) in near.items():
-                answer.near += self._list_near(name, first, end, node)
-            for key, *_ in answer.near:
+            for name, (first, end) in local.items():
+                answer.local += self._list_local(name, first, end, node)
+            for key, *_ in answer.local:
                 one.wants.pop(key, None)
             self._find_work(one, now, answer)
             if answer.has_work() or now >= began + POLL:
-                return answer.pieces, answer.reads, answer.stores, answer.near
+                return answer.pieces, answer.reads, answer.stores, answer.local
             try:
                 await asyncio.wait_for(one.change.wait(), min(one.pause, began + POLL - now))
             except asyncio.TimeoutError:
                 pass
 
-    def _list_near(self, name: str, first: int, end: int, node: str) -> list[tuple[Key, list[Any], bytes, str]]:
-        # Those of an object's pieces first to end that a node has.
+    def _list_local(self, name: str, first: int, end: int, node: str) -> list[tuple[Key, list[Any], bytes, str]]:
+        # Lists the pieces from first to end - 1 of an object that a node has.
         found = []
-        for key in [(name, number) for number in range(first, min(end, first + NEAR))]:
+        for key in [(name, number) for number in range(first, min(end, first + LOCAL))]:
             piece = self.pieces.get(key)
             if piece is not None and node in piece.nodes:
                 self.pieces.move_to_end(key)

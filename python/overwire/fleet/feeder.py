@@ -54,8 +54,8 @@ _WAIT, _READS_LONG = 2.0, 4
 # Sharing a piece should take no longer than this, in seconds. Ray takes longer if it has to spill other objects first.
 _SHARE = 5.0
 
-# How long Ray may take to return this node's pieces, in seconds. Leases are not renewed meanwhile.
-_NEAR = 0.5
+# Limit in seconds for Ray to return this node's pieces. It is short, because leases are not renewed during this call.
+_LOCAL = 0.5
 
 # The longest wait for events, in milliseconds.
 _EVENTS = 1000
@@ -88,9 +88,9 @@ class Feeder:
         self._patience = _START  # for the directory's next answer: a new actor starts in some seconds
         self._memory: dict[Piece, Any] = {}  # of the pieces that the engine uses
         self._owners: dict[Piece, str] = {}  # of all pieces that it has used
-        self._near: dict[directory.Key, tuple[Any, bytes, str]] = {}  # pieces that this node has, before they are used
-        self._covered: dict[str, int] = {}  # the directory has said which pieces below this number are near
-        self._window = max(1, min(directory.NEAR, room // piece // 4))  # how many pieces may be near at once
+        self._local: dict[directory.Key, tuple[Any, bytes, str]] = {}  # pieces of this node, before they are used
+        self._covered: dict[str, int] = {}  # the directory has listed pieces below this number
+        self._window = max(1, min(directory.LOCAL, room // piece // 4))  # the size of the range in one question
         self._asked: dict[Piece, FedEvent] = {}  # the engine's open questions
         self._busy: set[Piece] = set()  # questions that a thread is working on
         self._seconds = 0.0  # how long a slow read of a piece has recently taken
@@ -114,7 +114,9 @@ class Feeder:
         with contextlib.suppress(OverwireError):
             _verbs.feed_close(self._feed)
 
-    def _say(self, what: str, why: object, event: FedEvent | None = None) -> None:
+    def _say(
+        self, what: str, why: object, event: FedEvent | None = None, then: str = "reading from the store instead"
+    ) -> None:
         # Logs one line for each kind of fault and object, without the text of Ray's errors, which may contain anything.
         kind = what if event is None else f"{what} {event['name']}"
         if kind not in self._said:
@@ -122,7 +124,7 @@ class Feeder:
             if event is not None:
                 what = f"piece {event['piece']} of {event['uri']} {what}"
             text = type(why).__name__ if isinstance(why, BaseException) else why
-            log.warning("overwire: ray: %s (%s): reading from the store instead", what, text)
+            log.warning("overwire: ray: %s (%s): %s", what, text, then)
 
     def _take_events(self) -> None:
         while True:
@@ -151,26 +153,26 @@ class Feeder:
         what, file = event["what"], event["file"]
         piece, key = (file, event["piece"]), (event["name"], event["piece"])
         with self._lock:
-            near = self._near.get(key)
+            local = self._local.get(key)
             if what == "ask":
                 self._asked[piece] = event
             elif what == "free":
                 self._memory.pop(piece, None)
-                self._near.pop(key, None)
+                self._local.pop(key, None)
             elif what == "late":
                 self._asked.pop(piece, None)
                 self._sources.pop(piece, None)
             elif what == "bad":
-                self._near.pop(key, None)
+                self._local.pop(key, None)
             else:
-                self._near = {one: near for one, near in self._near.items() if one[0] != event["name"]}
+                self._local = {one: local for one, local in self._local.items() if one[0] != event["name"]}
                 self._covered.pop(event["name"], None)
                 self._sources = {key: one for key, one in self._sources.items() if key[0] != file}
                 self._asked = {key: one for key, one in self._asked.items() if key[0] != file}
                 self._memory = {key: one for key, one in self._memory.items() if key[0] != file}
                 self._owners = {key: one for key, one in self._owners.items() if key[0] != file}
-        if what == "ask" and near is not None:
-            self._run_work(partial(self._answer_near, near), event)
+        if what == "ask" and local is not None:
+            self._run_work(partial(self._answer_local, local), event)
         elif what == "ask" and self._patience == _START:
             _verbs.feed_wait(self._feed, *piece, int(_START * 1000))
         elif what == "bad":
@@ -201,19 +203,19 @@ class Feeder:
         while not self._is_over:
             with self._lock:
                 wants = [one for piece, one in self._asked.items() if piece not in self._busy]
-                leases, has, near = list(self._leases), self._has, self._find_uncovered(wants)
+                leases, has, local = list(self._leases), self._has, self._find_uncovered(wants)
                 self._has = []
                 if not (wants or leases or has):
                     self._todo.clear()
             if not (wants or leases or has):
                 if not self._todo.wait(_BEAT):
-                    with self._lock:  # for objects that stay open
-                        self._near, self._covered = {}, {}
+                    with self._lock:  # what is known about objects that are still open may be outdated
+                        self._local, self._covered = {}, {}
                     self._note_alive()
                 continue
             try:
                 keys = [(one["name"], one["piece"], one["bytes"]) for one in wants]
-                work = self._directory.take_work.remote(self._process, self._node, self._room, keys, leases, has, near)
+                work = self._directory.take_work.remote(self._process, self._node, self._room, keys, leases, has, local)
                 pieces, reads, stores, found = self._ray.get(work, timeout=self._patience)
                 self._patience = _PATIENCE
             except Exception as error:
@@ -223,7 +225,7 @@ class Feeder:
                     self._answer_question(one)
                 self._find_again()
                 continue
-            self._take_near(near, found)
+            self._take_local(local, found)
             for key, refs, sums, owner, seconds in pieces:
                 fetch = partial(self._fetch_piece, refs=refs, sums=sums, owner=owner, seconds=seconds)
                 self._start_work(key, fetch, True)
@@ -237,40 +239,40 @@ class Feeder:
             self._extend_waits()
 
     def _find_uncovered(self, wants: list[FedEvent]) -> dict[str, tuple[int, int]]:
-        # Returns the objects of which the engine wants pieces that this process may not know to be near, each with a
-        # range of pieces that begins with the first of these.
+        # Returns a range of pieces for each object whose wanted pieces the directory has not yet been asked about. The
+        # range begins with the first such piece.
         found: dict[str, int] = {}
         for one in wants:
             if one["piece"] >= self._covered.get(one["name"], 0):
                 found[one["name"]] = min(one["piece"], found.get(one["name"], one["piece"]))
         return {name: (first, first + self._window) for name, first in found.items()}
 
-    def _take_near(
+    def _take_local(
         self, asked: dict[str, tuple[int, int]], found: list[tuple[directory.Key, list[Any], bytes, str]]
     ) -> None:
         # Gets the memory of pieces that are in this node's shared memory, and answers questions about them. The memory
         # stays in use until the engine has used the piece or closed the object. Pieces without checksums are not used.
-        # If Ray has lost a piece or moved it elsewhere, all of them are fetched like pieces of other nodes.
-        near: dict[directory.Key, tuple[Any, bytes, str]] = {}
+        # If Ray has lost or moved a piece, all pieces of this answer are fetched like those of other nodes.
+        local: dict[directory.Key, tuple[Any, bytes, str]] = {}
         try:
             checked = [one for one in found if one[2]]
-            memories = self._ray.get([one[1][0] for one in checked], timeout=_NEAR) if checked else []
+            memories = self._ray.get([one[1][0] for one in checked], timeout=_LOCAL) if checked else []
             for (key, _, sums, owner), memory in zip(checked, memories, strict=True):
-                near[key] = memory, sums, owner
+                local[key] = memory, sums, owner
         except Exception as error:  # the rest of the answer is used
             if not isinstance(error, self._ray.exceptions.RayError):
-                self._say("pieces of this node cannot be used", error)
+                self._say("pieces of this node cannot be used", error, then="fetching them one by one instead")
         with self._lock:
             names = {one["name"] for one in self._asked.values()}  # their objects are open
             self._covered.update((name, end) for name, (_, end) in asked.items() if name in names)
-            self._near.update((key, one) for key, one in near.items() if key[0] in names)
-            answers = [(one, self._near[one["name"], one["piece"]]) for one in self._asked.values()
-                       if (one["name"], one["piece"]) in self._near]  # fmt: skip
+            self._local.update((key, one) for key, one in local.items() if key[0] in names)
+            answers = [(one, self._local[one["name"], one["piece"]]) for one in self._asked.values()
+                       if (one["name"], one["piece"]) in self._local]  # fmt: skip
         for event, one in answers:
-            self._run_work(partial(self._answer_near, one), event)
+            self._run_work(partial(self._answer_local, one), event)
 
-    def _answer_near(self, near: tuple[Any, bytes, str], event: FedEvent) -> None:
-        self._answer_question(event, *near)
+    def _answer_local(self, local: tuple[Any, bytes, str], event: FedEvent) -> None:
+        self._answer_question(event, *local)
 
     def _note_alive(self) -> None:
         # A call after ray.shutdown() would start a new cluster. If the directory is lost, the next load notices it.
@@ -329,7 +331,7 @@ class Feeder:
             if memory is None:
                 _verbs.feed_answer(self._feed, file, number, 0, 0, b"")
                 return
-            self._owners[file, number] = owner  # a piece of the wrong size is dropped too
+            self._owners[file, number] = owner  # needed to drop the piece if the engine refuses it
             if _verbs.feed_answer(self._feed, file, number, address, size, sums):
                 self._memory[file, number] = holder
 

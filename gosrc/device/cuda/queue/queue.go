@@ -64,8 +64,8 @@ type FilledSlot struct {
 	Done  func(task int, err error)
 }
 
-// fits reports whether the queue can be divided into these slots without being much too large. No ring that loads use
-// is too large, because another load would need it again.
+// fits reports whether the queue can be divided into these slots without being much too large. A queue of RemoteRing's
+// size or less is never too large, so that loads with different rings can use it in turn.
 func (q *Queue) fits(slots int, slotBytes int64) bool {
 	need := roundUpToRing(int64(slots) * slotStride(slotBytes))
 	most := max(2*need, int64(ring.divided)*slotStride(ring.bytes))
