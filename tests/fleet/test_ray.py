@@ -112,7 +112,7 @@ class Recording(Directory):
 
 @pytest.mark.parametrize("compress", [True, False])
 def test_pieces_of_the_same_node(setup: Setup, compress: bool) -> None:
-    """A second replica on a node, and a second load, get their node's pieces from the directory, with few answers: about
+    """A second replica on a node, and a second load, get their node's pieces from the directory with few answers: about
     one for five pieces."""
     uri, want, _ = setup.model(compress)
     with contextlib.suppress(ValueError):
