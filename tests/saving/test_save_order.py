@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -19,6 +20,7 @@ from overwire.compat.safetensors import torch as drop_in
 from overwire.compat.tensorizer import TensorSerializer
 from overwire.compat.tensorizer.stream_io import open_stream
 from overwire.portable.files import decompress
+from overwire.verbs import saving
 
 EARLIER = {"w": torch.arange(40_000.0)}
 LATER = {"w": torch.ones(5)}
@@ -189,10 +191,16 @@ def test_bundles_of_one_name(folder: Path) -> None:
             assert ow.load_bundle("x.pkl")["w"].shape == ((40_000,) if second == "x.pth" else (5,))
 
 
+@pytest.mark.parametrize("early", [True, False])
 @pytest.mark.parametrize("save", [ow.save_file, ow.save_bundle])
-def test_a_callback_of_a_save_that_saves_there_is_refused(folder: Path, save: Any) -> None:
-    """A progress callback cannot save to the path of its own save, because it would wait for itself."""
+def test_a_callback_of_a_save_that_saves_there_is_refused(
+    folder: Path, save: Any, early: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A progress callback cannot save to the path of its own save, because it would wait for itself, also if it is
+    called before the background save returns to its caller."""
     errors: list[BaseException] = []
+    if early:
+        monkeypatch.setattr(saving, "start_thread", lambda start: (start(), time.sleep(0.5)))
 
     def act(now: Any) -> None:
         if threading.current_thread() is not threading.main_thread() and not errors:
@@ -202,7 +210,7 @@ def test_a_callback_of_a_save_that_saves_there_is_refused(folder: Path, save: An
                 except ow.ArgumentError as error:
                     errors.append(error)
 
-    save(EARLIER, "m.pkl" if save is ow.save_bundle else "m.safetensors", wait=False, progress=act).wait()
+    save(EARLIER, "m.pkl" if save is ow.save_bundle else "m.safetensors", wait=False, progress=act).wait(60)
     assert len(errors) == (2 if save is ow.save_bundle else 1) and "callback" in str(errors[0])
 
 

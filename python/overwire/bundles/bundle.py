@@ -198,10 +198,13 @@ def _save_bundle(obj: Any, path: str | os.PathLike[str], how: _How, options: dic
         if not how.wait:
             cleanup = turn.pop_all()
             options |= {"like": one.like, "key": target, "max_memory": max_memory}
-            saving = stage_bytes(tensors, one.container, metadata, one.publish, one.undo, cleanup.close, **options)
-            for one_turn in turns:
-                one_turn.saver = saving
-            return saving
+
+            def pass_turns(saving: Saving) -> None:
+                for one_turn in turns:
+                    one_turn.saver = saving
+
+            options["on_start"] = pass_turns  # before a callback can run in the save's thread
+            return stage_bytes(tensors, one.container, metadata, one.publish, one.undo, cleanup.close, **options)
         with after_error(one.undo):
             report = save_bytes(tensors, one.container, metadata, like=one.like, **options)
             one.publish(report)

@@ -154,19 +154,20 @@ def stage_bytes(
     undo: Callable[[], None] = lambda: None,
     over: Callable[[], None] = lambda: None,
     *,
+    on_start: Callable[[Saving], None] = lambda saving: None,
     key: str | None = None,
     max_memory: int | str | None = None,
     **how: Any,
 ) -> Saving:
-    """Saves in the background, like `save_bytes`. The tensors may change when the call returns. then, undo, over: see
-    `saving.After`. key: see `saving.begin`."""
+    """Saves in the background, like `save_bytes`. The tensors may change when the call returns. then, undo, over,
+    on_start: see `saving.After`. key: see `saving.begin`."""
 
     def start_save() -> Job:
         return _start_job(
             described, path, metadata, background=True, max_memory=parse_size(max_memory, "max_memory"), **how
         )
 
-    return begin(path, start_save, After(then, undo, over), key=key, is_sharded=bool(how.get("shard")))
+    return begin(path, start_save, After(then, undo, over, on_start), key=key, is_sharded=bool(how.get("shard")))
 
 
 def _start_job(

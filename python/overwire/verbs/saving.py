@@ -104,11 +104,12 @@ class Report:
 
 class After(NamedTuple):
     """Functions that a background save calls in its thread: `then` when its files are complete, `undo` after an error
-    of the save or of `then`, and always `over` at the end."""
+    of the save or of `then`, and always `over` at the end. The caller calls `on_start` before that thread starts."""
 
     then: Callable[[Report], None] | None
     undo: Callable[[], None]
     over: Callable[[], None]
+    on_start: Callable[[Saving], None]
 
 
 class Saving(HandleOwner, Saver):
@@ -260,6 +261,7 @@ def begin(
             while saving._job.next(0.1) is None:
                 pass
     saving._thread = 0
+    after.on_start(saving)
     try:
         start_thread(threading.Thread(target=saving._run_saving, args=(after,), name="overwire saving").start)
     except RuntimeError:  # the interpreter exits
