@@ -185,13 +185,13 @@ class Directory:
 
     def _list_local(self, name: str, first: int, end: int, node: str) -> list[tuple[Key, list[Any], bytes, str]]:
         # Lists the pieces from first to end - 1 of an object that a node has.
-        found = []
+        pieces = []
         for key in [(name, number) for number in range(first, min(end, first + LOCAL))]:
             piece = self.pieces.get(key)
             if piece is not None and node in piece.nodes:
                 self.pieces.move_to_end(key)
-                found.append((key, piece.refs, piece.sums, piece.process))
-        return found
+                pieces.append((key, piece.refs, piece.sums, piece.process))
+        return pieces
 
     def _find_work(self, one: Process, now: float, answer: Answer) -> None:
         one.pause = POLL

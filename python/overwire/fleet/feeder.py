@@ -88,7 +88,7 @@ class Feeder:
         self._patience = _START  # for the directory's next answer: a new actor starts in some seconds
         self._memory: dict[Piece, Any] = {}  # of the pieces that the engine uses
         self._owners: dict[Piece, str] = {}  # of all pieces that it has used
-        self._local: dict[directory.Key, tuple[Any, bytes, str]] = {}  # pieces of this node, before they are used
+        self._local: dict[directory.Key, Callable[[FedEvent], None]] = {}  # answer with pieces of this node
         self._covered: dict[str, int] = {}  # the directory has listed pieces below this number
         self._window = max(1, min(directory.LOCAL, room // piece // 4))  # the size of the range in one question
         self._asked: dict[Piece, FedEvent] = {}  # the engine's open questions
@@ -172,7 +172,7 @@ class Feeder:
                 self._memory = {key: one for key, one in self._memory.items() if key[0] != file}
                 self._owners = {key: one for key, one in self._owners.items() if key[0] != file}
         if what == "ask" and local is not None:
-            self._run_work(partial(self._answer_local, local), event)
+            self._run_work(local, event)
         elif what == "ask" and self._patience == _START:
             _verbs.feed_wait(self._feed, *piece, int(_START * 1000))
         elif what == "bad":
@@ -216,7 +216,7 @@ class Feeder:
             try:
                 keys = [(one["name"], one["piece"], one["bytes"]) for one in wants]
                 work = self._directory.take_work.remote(self._process, self._node, self._room, keys, leases, has, local)
-                pieces, reads, stores, found = self._ray.get(work, timeout=self._patience)
+                pieces, reads, stores, own = self._ray.get(work, timeout=self._patience)
                 self._patience = _PATIENCE
             except Exception as error:
                 self._say("the directory does not answer", error)
@@ -225,7 +225,7 @@ class Feeder:
                     self._answer_question(one)
                 self._find_again()
                 continue
-            self._take_local(local, found)
+            self._take_local(local, own)
             for key, refs, sums, owner, seconds in pieces:
                 fetch = partial(self._fetch_piece, refs=refs, sums=sums, owner=owner, seconds=seconds)
                 self._start_work(key, fetch, True)
@@ -241,38 +241,35 @@ class Feeder:
     def _find_uncovered(self, wants: list[FedEvent]) -> dict[str, tuple[int, int]]:
         # Returns a range of pieces for each object whose wanted pieces the directory has not yet been asked about. The
         # range begins with the first such piece.
-        found: dict[str, int] = {}
+        firsts: dict[str, int] = {}
         for one in wants:
             if one["piece"] >= self._covered.get(one["name"], 0):
-                found[one["name"]] = min(one["piece"], found.get(one["name"], one["piece"]))
-        return {name: (first, first + self._window) for name, first in found.items()}
+                firsts[one["name"]] = min(one["piece"], firsts.get(one["name"], one["piece"]))
+        return {name: (first, first + self._window) for name, first in firsts.items()}
 
     def _take_local(
-        self, asked: dict[str, tuple[int, int]], found: list[tuple[directory.Key, list[Any], bytes, str]]
+        self, ranges: dict[str, tuple[int, int]], pieces: list[tuple[directory.Key, list[Any], bytes, str]]
     ) -> None:
         # Gets the memory of pieces that are in this node's shared memory, and answers questions about them. The memory
         # stays in use until the engine has used the piece or closed the object. Pieces without checksums are not used.
         # If Ray has lost or moved a piece, all pieces of this answer are fetched like those of other nodes.
-        local: dict[directory.Key, tuple[Any, bytes, str]] = {}
+        local: dict[directory.Key, Callable[[FedEvent], None]] = {}
         try:
-            checked = [one for one in found if one[2]]
-            memories = self._ray.get([one[1][0] for one in checked], timeout=_LOCAL) if checked else []
-            for (key, _, sums, owner), memory in zip(checked, memories, strict=True):
-                local[key] = memory, sums, owner
+            pieces = [one for one in pieces if one[2]]
+            memories = self._ray.get([one[1][0] for one in pieces], timeout=_LOCAL) if pieces else []
+            for (key, _, sums, owner), memory in zip(pieces, memories, strict=True):
+                local[key] = partial(self._answer_question, memory=memory, sums=sums, owner=owner)
         except Exception as error:  # the rest of the answer is used
             if not isinstance(error, self._ray.exceptions.RayError):
                 self._say("pieces of this node cannot be used", error, then="fetching them one by one instead")
         with self._lock:
             names = {one["name"] for one in self._asked.values()}  # their objects are open
-            self._covered.update((name, end) for name, (_, end) in asked.items() if name in names)
+            self._covered.update((name, end) for name, (_, end) in ranges.items() if name in names)
             self._local.update((key, one) for key, one in local.items() if key[0] in names)
             answers = [(one, self._local[one["name"], one["piece"]]) for one in self._asked.values()
                        if (one["name"], one["piece"]) in self._local]  # fmt: skip
-        for event, one in answers:
-            self._run_work(partial(self._answer_local, one), event)
-
-    def _answer_local(self, local: tuple[Any, bytes, str], event: FedEvent) -> None:
-        self._answer_question(event, *local)
+        for event, answer in answers:
+            self._run_work(answer, event)
 
     def _note_alive(self) -> None:
         # A call after ray.shutdown() would start a new cluster. If the directory is lost, the next load notices it.
