@@ -14,6 +14,7 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
+	"sync"
 	"time"
 
 	"golang.org/x/net/http/httpproxy"
@@ -58,23 +59,23 @@ func Named(file, folders string, env map[string]string) Trust {
 }
 
 // A Client connects through the proxies of the environment. It uses HTTP/1.1 with one request at a time per connection.
-// The transport's limits must be set before the first request. If the authorities cannot be read, https requests fail.
+// The transport's limits must be set before the first request. It reads the certificate authorities before its first
+// TLS connection, because a folder of hundreds of certificates takes longer to read than an object takes to open. If
+// they cannot be read, https requests fail.
 type Client struct {
 	*http.Transport
+	trust     Trust
+	read      sync.Once
 	untrusted error
 }
 
 // New returns a client.
 func New(s Settings) *Client {
 	secure := &tls.Config{MinVersion: tls.VersionTLS12, InsecureSkipVerify: s.Insecure}
-	roots, err := s.Trust.Roots()
-	if secure.RootCAs = roots; err != nil {
-		secure.RootCAs = x509.NewCertPool() // rejects every certificate, including that of a proxy
-	}
 	one := new(http.Protocols)
 	one.SetHTTP1(true)
 	dialer := &net.Dialer{Timeout: s.Dial, KeepAlive: 15 * time.Second, ControlContext: checkDial}
-	return &Client{untrusted: err, Transport: &http.Transport{
+	return &Client{trust: s.Trust, Transport: &http.Transport{
 		Proxy: proxiesOf(s.Env), DialContext: dialer.DialContext, TLSClientConfig: secure, Protocols: one,
 		DisableCompression: true, IdleConnTimeout: 30 * time.Second,
 	}}
@@ -83,8 +84,8 @@ func New(s Settings) *Client {
 // RoundTrip sends one request and does not follow redirects. An untrusted certificate of the server or of a proxy gives
 // errs.ErrPermission.
 func (c *Client) RoundTrip(r *http.Request) (*http.Response, error) {
-	if c.untrusted != nil && r.URL.Scheme == "https" {
-		return nil, c.untrusted
+	if err := c.readRoots(r); err != nil {
+		return nil, err
 	}
 	resp, err := c.Transport.RoundTrip(r)
 	if cert, ok := errors.AsType[*tls.CertificateVerificationError](err); ok {
@@ -93,6 +94,26 @@ func (c *Client) RoundTrip(r *http.Request) (*http.Response, error) {
 				"file of its authority", cert.Err)
 	}
 	return resp, err
+}
+
+// readRoots reads the certificate authorities if the request needs TLS. It returns an error if an https request fails
+// because they cannot be read.
+func (c *Client) readRoots(r *http.Request) error {
+	isSecure := r.URL.Scheme == "https"
+	if proxy, err := c.Proxy(r); !isSecure && (err != nil || proxy == nil || proxy.Scheme != "https") {
+		return nil
+	}
+	c.read.Do(func() {
+		roots, err := c.trust.Roots()
+		if c.untrusted = err; err != nil {
+			roots = x509.NewCertPool() // rejects every certificate, including that of a proxy
+		}
+		c.TLSClientConfig.RootCAs = roots
+	})
+	if isSecure {
+		return c.untrusted
+	}
+	return nil
 }
 
 // Do is RoundTrip for libraries that sign requests for one host: it returns a redirect like any other response.

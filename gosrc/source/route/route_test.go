@@ -1,6 +1,7 @@
 package route
 
 import (
+	"crypto/x509"
 	"errors"
 	"net/http"
 	"net/netip"
@@ -137,6 +138,31 @@ func TestAuthorities(t *testing.T) {
 		if !errors.Is(err, c.class) || c.class == nil && err != nil ||
 			err != nil && !strings.Contains(err.Error(), max(c.file, c.path)) {
 			t.Errorf("%q %q: %v", c.file, c.path, err)
+		}
+	}
+}
+
+// Authorities are read before the first request that needs TLS, to the server or to a proxy. If they cannot be read, an
+// https request fails, and no proxy is trusted.
+func TestAuthoritiesAreReadForTLS(t *testing.T) {
+	for _, c := range []struct {
+		proxy, to           string
+		isRead, isUntrusted bool
+	}{{"", "http://far.example/x", false, false}, {"http://near:1", "http://far.example/x", false, false},
+		{"https://near:1", "http://far.example/x", true, false}, {"", "https://far.example/x", true, true},
+		{"http://not valid", "http://far.example/x", false, false}} {
+		to, err := url.Parse(c.to)
+		if err != nil {
+			t.Fatal(err)
+		}
+		client := New(Settings{Env: map[string]string{"http_proxy": c.proxy}, Trust: Trust{Files: []string{"/none.pem"}}})
+		for range 2 {
+			err = client.readRoots(&http.Request{URL: to})
+			roots := client.TLSClientConfig.RootCAs
+			if errors.Is(err, errs.ErrNotFound) != c.isUntrusted || err != nil && !c.isUntrusted ||
+				(roots != nil) != c.isRead || roots != nil && !roots.Equal(x509.NewCertPool()) {
+				t.Errorf("%+v: %v, %v", c, err, roots)
+			}
 		}
 	}
 }
