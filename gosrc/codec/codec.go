@@ -5,7 +5,6 @@ package codec
 
 import (
 	"encoding/binary"
-	"hash/crc32"
 	"slices"
 	"strings"
 
@@ -16,11 +15,6 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/tensor"
 )
-
-var castagnoli = crc32.MakeTable(crc32.Castagnoli)
-
-// Sum returns the checksum of stored bytes: CRC-32C (Castagnoli).
-func Sum(p []byte) uint32 { return sumBytes(p) }
 
 // Known reports whether this build can decode chunks with a codec and transform, and whether the format allows them
 // for a tensor of type d.

@@ -3,83 +3,16 @@ package codec
 import (
 	"bytes"
 	"errors"
-	"hash/crc32"
 	"math/rand/v2"
 	"slices"
 	"sync"
 	"testing"
-	"time"
 
 	"github.com/overwire/overwire/gosrc/codec/x16"
 	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/internal/crc32c"
 	"github.com/overwire/overwire/gosrc/tensor"
 )
-
-// bitwise computes CRC-32C by its definition, one bit at a time.
-func bitwise(crc uint32, p []byte) uint32 {
-	crc = ^crc
-	for _, b := range p {
-		crc ^= uint32(b)
-		for range 8 {
-			crc = crc>>1 ^ 0x82f63b78*(crc&1)
-		}
-	}
-	return ^crc
-}
-
-// The checksum matches its definition at every alignment and for every length up to several folds. It detects every
-// flipped bit, every pair of flipped bits, and every burst of at most 32 bits.
-func TestSumByDefinition(t *testing.T) {
-	seed := uint64(time.Now().UnixNano())
-	t.Logf("seed %d", seed)
-	r := rand.New(rand.NewPCG(seed, 0))
-	data := make([]byte, 9000)
-	for i := range data {
-		data[i] = byte(r.Uint32())
-	}
-	for n := range 2200 {
-		off := r.IntN(64)
-		if got, want := Sum(data[off:off+n]), bitwise(0, data[off:off+n]); got != want {
-			t.Fatalf("%d bytes at %d: %08x, want %08x", n, off, got, want)
-		}
-	}
-	for _, n := range []int{1, 255, 1024, 1025, 4097, 9000} {
-		p := bytes.Clone(data[:n])
-		want := Sum(p)
-		flip := func(bit int) { p[bit/8] ^= 1 << (bit % 8) }
-		for range 300 {
-			a, b := r.IntN(8*n), r.IntN(8*n)
-			flip(a)
-			if Sum(p) == want {
-				t.Fatalf("%d bytes: the flipped bit %d was not detected", n, a)
-			}
-			flip(b)
-			if a != b && Sum(p) == want {
-				t.Fatalf("%d bytes: the flipped bits %d and %d were not detected", n, a, b)
-			}
-			flip(a)
-			flip(b)
-			at, burst := r.IntN(max(1, 8*n-32)), r.Uint32()|1
-			for i := range min(32, 8*n-at) {
-				if burst>>i&1 == 1 {
-					flip(at + i)
-				}
-			}
-			if Sum(p) == want {
-				t.Fatalf("%d bytes: the burst %08x at bit %d was not detected", n, burst, at)
-			}
-			copy(p, data)
-		}
-	}
-	for _, fill := range []byte{0, 0xff} { // for these, an error in the first sums may go unnoticed
-		for n := range 3000 {
-			p := bytes.Repeat([]byte{fill}, n)
-			if got := Sum(p); got != crc32.Checksum(p, castagnoli) {
-				t.Fatalf("%d bytes of %#x: got %08x", n, fill, got)
-			}
-		}
-	}
-}
 
 // The encoder supports exactly the transforms that the format allows for a dtype. Each of them encodes data that can
 // be decoded with its chunk record.
@@ -108,7 +41,7 @@ func TestEveryKnownPair(t *testing.T) {
 				continue
 			}
 			c := tensor.Chunk{Codec: tensor.CodecX16, Transform: tr, SegTiles: st, Stored: uint32(len(out)),
-				Logical: uint32(len(src)), Sum: Sum(out)}
+				Logical: uint32(len(src)), Sum: crc32c.Sum(out)}
 			dst := make([]byte, len(src))
 			if err := Decode(dst, out, c); err != nil || !bytes.Equal(dst, src) {
 				t.Errorf("%v, %s: %v", d, x16.Name(tr), err)

@@ -11,6 +11,7 @@ import (
 	"github.com/overwire/overwire/gosrc/codec/planes"
 	"github.com/overwire/overwire/gosrc/codec/x16"
 	"github.com/overwire/overwire/gosrc/internal/avx/avxtest"
+	"github.com/overwire/overwire/gosrc/internal/crc32c"
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
@@ -28,7 +29,7 @@ func TestUpperHalvesAreClear(t *testing.T) {
 	}
 	out := make([]byte, len(data))
 	for _, n := range []int{100, 1024, 5000, len(data)} {
-		avxtest.Clear(t, "Sum", func() { Sum(data[:n]) })
+		avxtest.Clear(t, "crc32c.Sum", func() { crc32c.Sum(data[:n]) })
 		avxtest.Clear(t, "digest.Of", func() { digest.Of(data[:n]) })
 		avxtest.Clear(t, "digest.All", func() {
 			if _, err := digest.All(t.Context(), []digest.View{digest.Contiguous(address(data), int64(n))},

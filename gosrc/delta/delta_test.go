@@ -12,10 +12,10 @@ import (
 	"testing"
 	"unsafe"
 
-	"github.com/overwire/overwire/gosrc/codec"
 	"github.com/overwire/overwire/gosrc/codec/digest"
 	"github.com/overwire/overwire/gosrc/device"
 	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/internal/crc32c"
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
@@ -564,4 +564,4 @@ func TestDiff(t *testing.T) {
 	}
 }
 
-func sumOf(b []byte) uint32 { return codec.Sum(b) }
+func sumOf(b []byte) uint32 { return crc32c.Sum(b) }

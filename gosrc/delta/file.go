@@ -23,7 +23,6 @@ import (
 	"sync"
 	"unicode/utf8"
 
-	"github.com/overwire/overwire/gosrc/codec"
 	"github.com/overwire/overwire/gosrc/codec/delta"
 	"github.com/overwire/overwire/gosrc/codec/digest"
 	"github.com/overwire/overwire/gosrc/convert"
@@ -31,6 +30,7 @@ import (
 	"github.com/overwire/overwire/gosrc/format"
 	"github.com/overwire/overwire/gosrc/format/overwire"
 	"github.com/overwire/overwire/gosrc/format/safetensors"
+	"github.com/overwire/overwire/gosrc/internal/crc32c"
 	"github.com/overwire/overwire/gosrc/internal/hostmem"
 	"github.com/overwire/overwire/gosrc/internal/sizes"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
@@ -105,7 +105,7 @@ func encodeTable(f *File) ([]byte, error) {
 	for i := range f.Tensors {
 		b = append(b, f.Tensors[i].Name...)
 	}
-	b = le.AppendUint32(b, codec.Sum(b))
+	b = le.AppendUint32(b, crc32c.Sum(b))
 	return append(b, make([]byte, sizes.RoundUp(len(b), tensor.BlobAlign)-len(b))...), nil
 }
 
@@ -124,7 +124,7 @@ func appendEntries(b []byte, f *File, n int) []byte {
 		func(k int) error {
 			for i := k * step; i < min(n, (k+1)*step); i++ {
 				le.PutUint32(b[at+entrySize*i:], uint32(len(all[i])))
-				le.PutUint32(b[at+entrySize*i+4:], codec.Sum(all[i]))
+				le.PutUint32(b[at+entrySize*i+4:], crc32c.Sum(all[i]))
 			}
 			return nil
 		})
@@ -240,7 +240,7 @@ func (p *parser) table() error {
 	if sizes.RoundUp(end+4, tensor.BlobAlign) != len(b) {
 		return errs.New(errs.ErrCorrupt, "the table has %d bytes, but its header says %d", len(b), end)
 	}
-	if sum := codec.Sum(b[:end]); sum != le.Uint32(b[end:]) {
+	if sum := crc32c.Sum(b[:end]); sum != le.Uint32(b[end:]) {
 		return errs.New(errs.ErrCorrupt, "checksum mismatch of the table: expected %08x, got %08x",
 			le.Uint32(b[end:]), sum)
 	}
@@ -369,7 +369,7 @@ func (p *parser) checkChunks(ctx context.Context) error {
 				continue
 			}
 			err := delta.Check(c, p.f.chunkLength(t, k), widthOf(t.DType))
-			if sum := codec.Sum(c); sum != p.sums[n] {
+			if sum := crc32c.Sum(c); sum != p.sums[n] {
 				err = errs.NewMismatch(p.sums[n], sum)
 			}
 			if err != nil {

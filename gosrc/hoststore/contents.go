@@ -16,6 +16,7 @@ import (
 	"github.com/overwire/overwire/gosrc/codec"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/format"
+	"github.com/overwire/overwire/gosrc/internal/crc32c"
 	"github.com/overwire/overwire/gosrc/internal/regular"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 	"github.com/overwire/overwire/gosrc/source"
@@ -249,7 +250,7 @@ func compareChunks(ctx context.Context, src source.Source, ix *tensor.Index, wor
 			if err := src.ReadAt(ctx, b, c.Off); err != nil {
 				return err
 			}
-			if sum := codec.Sum(b); sum != c.Sum {
+			if sum := crc32c.Sum(b); sum != c.Sum {
 				return &errs.At{Verb: "check", Source: src.URI(), Tensor: t.Name, Chunk: int64(k), Offset: c.Off,
 					Err: errs.NewMismatch(c.Sum, sum)}
 			}

@@ -17,6 +17,7 @@ import (
 	"github.com/overwire/overwire/gosrc/device/cpu"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/format/overwire"
+	"github.com/overwire/overwire/gosrc/internal/crc32c"
 	"github.com/overwire/overwire/gosrc/internal/spawn/spawntest"
 	"github.com/overwire/overwire/gosrc/plan"
 	"github.com/overwire/overwire/gosrc/tensor"
@@ -93,7 +94,7 @@ func aliased(t *testing.T, r *rand.Rand) (string, map[string][]byte) {
 				ways.X16 = all[0]
 			}
 			stored := bytes.Clone(e.Encode(nil, data[lo:hi], ways, &l.Chunks[c]))
-			l.Chunks[c].Sum = codec.Sum(stored)
+			l.Chunks[c].Sum = crc32c.Sum(stored)
 			off, err := l.Place(c, uint32(len(stored)))
 			if err != nil {
 				t.Fatal(err)

@@ -8,10 +8,10 @@ import (
 	"sync"
 	"unsafe"
 
-	"github.com/overwire/overwire/gosrc/codec"
 	"github.com/overwire/overwire/gosrc/device/cpu"
 	"github.com/overwire/overwire/gosrc/device/cuda"
 	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/internal/crc32c"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 	"github.com/overwire/overwire/gosrc/job"
 	"github.com/overwire/overwire/gosrc/plan"
@@ -82,7 +82,7 @@ func (p *pinned) readAll(ctx context.Context, j *job.Job, m *Model, threads int)
 func (p *pinned) compareSums(m *Model, i int) error {
 	t := &m.held.Tensors[i]
 	for k, c := range m.held.Chunks[t.First : t.First+t.Count] {
-		if sum := codec.Sum(p.bytes[t.Source][c.Off : c.Off+int64(c.Stored)]); sum != c.Sum {
+		if sum := crc32c.Sum(p.bytes[t.Source][c.Off : c.Off+int64(c.Stored)]); sum != c.Sum {
 			return &errs.At{Verb: "check", Source: m.ix.Sources[t.Source].URI, Tensor: t.Name, Chunk: int64(k),
 				Offset: c.Off, Err: errs.NewMismatch(c.Sum, sum)}
 		}

@@ -8,9 +8,9 @@ import (
 	"hash/crc32"
 	"sort"
 
-	"github.com/overwire/overwire/gosrc/codec"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/blocks"
+	"github.com/overwire/overwire/gosrc/internal/crc32c"
 	"github.com/overwire/overwire/gosrc/internal/sizes"
 	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/tensor"
@@ -428,7 +428,7 @@ func (s *streamSource) readBlocks(ctx context.Context, p []byte, x *storedStream
 		if moves {
 			copy(data, bytes[c.Off-first.Off:])
 		}
-		if sum := codec.Sum(data); sum != c.Sum {
+		if sum := crc32c.Sum(data); sum != c.Sum {
 			return &errs.At{Verb: "check", Source: s.URI(), Tensor: x.t.Name, Chunk: int64(k), Offset: c.Off,
 				Err: errs.NewMismatch(c.Sum, sum)}
 		}

@@ -8,9 +8,9 @@ import (
 	"testing"
 	"time"
 
-	"github.com/overwire/overwire/gosrc/codec"
 	"github.com/overwire/overwire/gosrc/codec/x16"
 	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/internal/crc32c"
 	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/source/memory"
 	"github.com/overwire/overwire/gosrc/tensor"
@@ -44,7 +44,7 @@ func storedModel(t *testing.T, dice *rand.Rand) (*tensor.Index, []byte, [][]byte
 			if out, tiles, ok := new(x16.Encoder).Encode(nil, part, x16.BF16); ok {
 				c.Codec, c.Transform, c.SegTiles, part = tensor.CodecX16, x16.BF16, tiles, out
 			}
-			c.Stored, c.Sum = uint32(len(part)), codec.Sum(part)
+			c.Stored, c.Sum = uint32(len(part)), crc32c.Sum(part)
 			ix.Chunks, parts = append(ix.Chunks, c), append(parts, part)
 		}
 		for k := range parts {

@@ -10,10 +10,10 @@ import (
 	"time"
 	"unsafe"
 
-	"github.com/overwire/overwire/gosrc/codec"
 	"github.com/overwire/overwire/gosrc/device"
 	"github.com/overwire/overwire/gosrc/device/cpu"
 	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/internal/crc32c"
 	"github.com/overwire/overwire/gosrc/internal/spawn/spawntest"
 	"github.com/overwire/overwire/gosrc/plan"
 	"github.com/overwire/overwire/gosrc/source"
@@ -86,7 +86,7 @@ func build(r *rand.Rand) *model {
 					for len(part) > 0 {
 						n := min(len(part), int(t.ChunkBytes))
 						m.ix.Chunks = append(m.ix.Chunks, tensor.Chunk{Off: int64(len(file)), Stored: uint32(n),
-							Logical: uint32(n), Sum: codec.Sum(part[:n])})
+							Logical: uint32(n), Sum: crc32c.Sum(part[:n])})
 						file = append(file, part[:n]...)
 						part = part[n:]
 						for r.IntN(3) == 0 {

@@ -9,9 +9,9 @@ import (
 	"time"
 	"unsafe"
 
-	"github.com/overwire/overwire/gosrc/codec"
 	"github.com/overwire/overwire/gosrc/device"
 	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/internal/crc32c"
 	"github.com/overwire/overwire/gosrc/plan"
 	"github.com/overwire/overwire/gosrc/source"
 )
@@ -360,12 +360,12 @@ func (w *worker) checkSum(p *plan.Piece, task int32, stored []byte, off int64) e
 	if !w.run.checks || !j.Summed {
 		return nil
 	}
-	sum := codec.Sum(stored)
+	sum := crc32c.Sum(stored)
 	if sum != j.Chunk.Sum && w.doubtBytes(p, off, int64(len(stored))) {
 		if err := w.task.Sources[p.Source].ReadAt(source.Urgent(w.run.ctx), stored, off); err != nil {
 			return w.run.locateError("read", task, err)
 		}
-		sum = codec.Sum(stored)
+		sum = crc32c.Sum(stored)
 	}
 	if sum != j.Chunk.Sum {
 		return w.run.locateError("check", task, errs.NewMismatch(j.Chunk.Sum, sum))

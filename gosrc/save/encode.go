@@ -13,6 +13,7 @@ import (
 	"github.com/overwire/overwire/gosrc/codec"
 	"github.com/overwire/overwire/gosrc/codec/digest"
 	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/internal/crc32c"
 	"github.com/overwire/overwire/gosrc/internal/ordered"
 	"github.com/overwire/overwire/gosrc/internal/sizes"
 	"github.com/overwire/overwire/gosrc/save/original"
@@ -251,7 +252,7 @@ func (f *encoder) encodeTask(ctx context.Context, worker int, c *task, s *slot, 
 		}
 		start = addLap(&f.s.clock.encode, start)
 	}
-	ch.Sum = codec.Sum(x.out)
+	ch.Sum = crc32c.Sum(x.out)
 	addLap(&f.s.clock.hash, start)
 	return nil
 }
@@ -351,7 +352,7 @@ func (f *encoder) flushPack(p *pack) error {
 		r := &p.rows[i]
 		if f.plan.lay != nil {
 			lo := p.at[i] - first
-			f.plan.lay.Chunks[r.chunk].Sum = codec.Sum(p.out[lo : lo+p.packed[i].Stored])
+			f.plan.lay.Chunks[r.chunk].Sum = crc32c.Sum(p.out[lo : lo+p.packed[i].Stored])
 		}
 		if bytes += int64(r.n); r.ends {
 			tensors++

@@ -24,6 +24,7 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/format/overwire"
 	"github.com/overwire/overwire/gosrc/hoststore"
+	"github.com/overwire/overwire/gosrc/internal/crc32c"
 	"github.com/overwire/overwire/gosrc/internal/hostmem"
 	"github.com/overwire/overwire/gosrc/internal/ordered"
 	"github.com/overwire/overwire/gosrc/internal/sizes"
@@ -391,7 +392,7 @@ func (s *sleeper) finishBatch(k, slot int) error {
 	}
 	for c := b.first; c < b.end; c++ {
 		x := &s.lay.Chunks[c]
-		x.Sum = codec.Sum(s.mem.Bytes(x.Off, int64(x.Stored)))
+		x.Sum = crc32c.Sum(s.mem.Bytes(x.Off, int64(x.Stored)))
 		s.job.Bytes.Add(int64(x.Logical))
 	}
 	b.rows = nil

@@ -10,6 +10,7 @@ import (
 	"github.com/overwire/overwire/gosrc/codec"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/blocks"
+	"github.com/overwire/overwire/gosrc/internal/crc32c"
 	"github.com/overwire/overwire/gosrc/internal/ordered"
 	"github.com/overwire/overwire/gosrc/internal/sizes"
 	"github.com/overwire/overwire/gosrc/source"
@@ -172,7 +173,7 @@ func (s *Tensor) readBlock(ctx context.Context, dst []byte, k, whole int64) erro
 	if err := s.src.ReadAt(ctx, in, c.Off); err != nil {
 		return errs.Locate("read", s.src.URI(), t.Name, k, err)
 	}
-	if sum := codec.Sum(in); sum != c.Sum {
+	if sum := crc32c.Sum(in); sum != c.Sum {
 		return fail("check", errs.NewMismatch(c.Sum, sum))
 	}
 	if len(dst) > 0 && &in[0] == &dst[0] {

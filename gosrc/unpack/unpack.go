@@ -12,6 +12,7 @@ import (
 	"github.com/overwire/overwire/gosrc/codec"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/blocks"
+	"github.com/overwire/overwire/gosrc/internal/crc32c"
 	"github.com/overwire/overwire/gosrc/internal/sizes"
 	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/stored"
@@ -214,7 +215,7 @@ func (s *unpacker) chunk(ctx context.Context, p, stored []byte, t *tensor.Tensor
 		fail := func(verb string, err error) error {
 			return &errs.At{Verb: verb, Source: s.URI(), Tensor: t.Name, Chunk: int64(k), Offset: c.Off, Err: err}
 		}
-		if sum := codec.Sum(stored); sum != c.Sum {
+		if sum := crc32c.Sum(stored); sum != c.Sum {
 			return fail("check", errs.NewMismatch(c.Sum, sum))
 		}
 		if err := codec.Decode(dst, stored, c); err != nil {

@@ -16,11 +16,11 @@ import (
 	"time"
 	"unsafe"
 
-	"github.com/overwire/overwire/gosrc/codec"
 	"github.com/overwire/overwire/gosrc/codec/x16"
 	"github.com/overwire/overwire/gosrc/device"
 	"github.com/overwire/overwire/gosrc/device/cuda/driver"
 	"github.com/overwire/overwire/gosrc/device/cuda/queue"
+	"github.com/overwire/overwire/gosrc/internal/crc32c"
 )
 
 var (
@@ -56,7 +56,7 @@ func full(r *rand.Rand, n int) *piece {
 	}
 	for i := range p.jobs {
 		j := &p.jobs[i]
-		j.Chunk.Sum = codec.Sum(p.bytes[j.Src : j.Src+j.Chunk.Stored])
+		j.Chunk.Sum = crc32c.Sum(p.bytes[j.Src : j.Src+j.Chunk.Stored])
 	}
 	return &p
 }
@@ -247,7 +247,7 @@ func benchRead(t *testing.T, d *Device, l *queue.Queue, p *piece, dst device.Mem
 					}
 					for k := range p.jobs {
 						j := &p.jobs[k]
-						if check && codec.Sum(s.Memory()[j.Src:j.Src+j.Chunk.Stored]) != j.Chunk.Sum {
+						if check && crc32c.Sum(s.Memory()[j.Src:j.Src+j.Chunk.Stored]) != j.Chunk.Sum {
 							t.Error("checksum")
 						}
 					}

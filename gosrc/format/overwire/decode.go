@@ -3,12 +3,12 @@ package overwire
 // This file reads a container's index.
 
 import (
-	"hash/crc32"
 	"math"
 	"slices"
 
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/format/safetensors"
+	"github.com/overwire/overwire/gosrc/internal/crc32c"
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
@@ -97,7 +97,7 @@ func (d *decoder) decodeFrame() error {
 	d.records = headerSize + 8*d.dims
 	d.chunkRecords = d.records + tensorSize*d.tensors
 	end := d.chunkRecords + chunkSize*d.chunks
-	if sum := crc32.Checksum(b[:end], castagnoli); sum != le.Uint32(b[end:]) {
+	if sum := crc32c.Sum(b[:end]); sum != le.Uint32(b[end:]) {
 		return errs.WithRule(errs.RuleChecksum,
 			corrupt(end, "checksum mismatch of the index: %08x stored, %08x computed", le.Uint32(b[end:]), sum))
 	}

@@ -15,7 +15,6 @@ import (
 	"encoding/binary"
 	"encoding/json"
 	"fmt"
-	"hash/crc32"
 	"maps"
 	"math"
 	"strconv"
@@ -23,6 +22,7 @@ import (
 
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/format/safetensors"
+	"github.com/overwire/overwire/gosrc/internal/crc32c"
 	"github.com/overwire/overwire/gosrc/internal/sizes"
 	"github.com/overwire/overwire/gosrc/tensor"
 )
@@ -58,8 +58,7 @@ const (
 )
 
 var (
-	le         = binary.LittleEndian
-	castagnoli = crc32.MakeTable(crc32.Castagnoli)
+	le = binary.LittleEndian
 )
 
 // Critical features. Readers of version 1.1 cannot decode them.
@@ -302,13 +301,13 @@ func appendFrame(dst []byte, features uint64, tensors, chunks, dims int, head []
 	dst = le.AppendUint16(dst, tensorSize)
 	dst = le.AppendUint16(dst, chunkSize)
 	dst = le.AppendUint64(dst, blobSize(uint64(tensors), uint64(chunks), uint64(dims)))
-	dst = le.AppendUint32(dst, crc32.Checksum(head, castagnoli))
+	dst = le.AppendUint32(dst, crc32c.Sum(head))
 	return append(dst, make([]byte, 20)...)
 }
 
 // appendTrailer appends the trailer of the index that begins at dst[start].
 func appendTrailer(dst []byte, start int) []byte {
-	dst = le.AppendUint32(dst, crc32.Checksum(dst[start:], castagnoli))
+	dst = le.AppendUint32(dst, crc32c.Sum(dst[start:]))
 	return append(dst, make([]byte, start+int(le.Uint64(dst[start+32:]))-len(dst))...)
 }
 

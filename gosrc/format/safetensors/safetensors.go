@@ -24,11 +24,11 @@ import (
 	"context"
 	"encoding/binary"
 	"fmt"
-	"hash/crc32"
 	"unicode"
 	"unicode/utf8"
 
 	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/internal/crc32c"
 	"github.com/overwire/overwire/gosrc/internal/modelfiles"
 	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/tensor"
@@ -68,8 +68,6 @@ type Header struct {
 	// Ahead contains the first bytes of the data section if they were read with the header. It may be empty.
 	Ahead []byte
 }
-
-var castagnoli = crc32.MakeTable(crc32.Castagnoli)
 
 // Read reads and checks the header of a file. It takes one read if the header fits into 256 KiB, otherwise two. It
 // checks the header's length against the file's size before it allocates memory.
@@ -157,7 +155,7 @@ func Parse(uri string, head []byte, size int64, opt Options) (Header, error) {
 	if err := p.parseHeader(); err != nil {
 		return Header{}, locateError(uri, p.tensor, int64(p.bad), err)
 	}
-	h := Header{Tensors: p.tensors, Metadata: p.metadata, Data: p.data, Sum: crc32.Checksum(head, castagnoli)}
+	h := Header{Tensors: p.tensors, Metadata: p.metadata, Data: p.data, Sum: crc32c.Sum(head)}
 	return h, h.checkTensors(uri, size, opt)
 }
 

@@ -23,15 +23,15 @@ import (
 // featuresAskedFor lists, by file, which CPU features its package checks before it calls the file's functions.
 // Functions that need fewer features than others of their package are in a separate file.
 var featuresAskedFor = map[string][]string{
-	"gosrc/codec/digest/fast_amd64.go": {"AVX512"},
-	"gosrc/codec/sum_amd64.go":         {"AVX512", "AVX512VPCLMULQDQ"},
-	"gosrc/codec/x16/avx2.go":          {"AVX2"},
-	"gosrc/codec/x16/avx512.go":        {"AVX512", "AVX512VBMI", "AVX512VBMI2"},
-	"gosrc/codec/x16/encode512.go":     {"AVX512", "AVX512VBMI", "AVX512VBMI2"},
-	"gosrc/codec/x16/merge512.go":      {"AVX512", "AVX512VBMI", "AVX512VBMI2"},
-	"gosrc/codec/x16/merge_simd.go":    {"AVX2"},
-	"gosrc/codec/x16/split512.go":      {"AVX512", "AVX512VBMI", "AVX512VBMI2"},
-	"gosrc/internal/avx/avx_amd64.go":  {"AVX"},
+	"gosrc/codec/digest/fast_amd64.go":   {"AVX512"},
+	"gosrc/internal/crc32c/sum_amd64.go": {"AVX512", "AVX512VPCLMULQDQ"},
+	"gosrc/codec/x16/avx2.go":            {"AVX2"},
+	"gosrc/codec/x16/avx512.go":          {"AVX512", "AVX512VBMI", "AVX512VBMI2"},
+	"gosrc/codec/x16/encode512.go":       {"AVX512", "AVX512VBMI", "AVX512VBMI2"},
+	"gosrc/codec/x16/merge512.go":        {"AVX512", "AVX512VBMI", "AVX512VBMI2"},
+	"gosrc/codec/x16/merge_simd.go":      {"AVX2"},
+	"gosrc/codec/x16/split512.go":        {"AVX512", "AVX512VBMI", "AVX512VBMI2"},
+	"gosrc/internal/avx/avx_amd64.go":    {"AVX"},
 }
 
 // includedFeatures lists the features that a feature implies. AVX512 is archsimd's name for F, CD, BW, DQ and

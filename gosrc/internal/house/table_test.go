@@ -18,6 +18,7 @@ var mayImport = map[string][]string{
 
 	"internal/avx":                   {},
 	"internal/avx/avxtest":           {"internal/avx"},
+	"internal/crc32c":                {"internal/avx"},
 	"internal/spawn":                 {"errs", "internal/spawn/internal/health"},
 	"internal/spawn/internal/health": {},
 	"internal/spawn/spawntest":       {"internal/spawn", "internal/spawn/internal/health"},

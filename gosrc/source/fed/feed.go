@@ -18,11 +18,11 @@ package fed
 
 import (
 	"context"
-	"hash/crc32"
 	"sync"
 	"time"
 
 	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/internal/crc32c"
 	"github.com/overwire/overwire/gosrc/internal/sizes"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 	"github.com/overwire/overwire/gosrc/source"
@@ -43,8 +43,6 @@ const (
 	// maxMissed is the number of consecutive late pieces after which a source reads only from its store.
 	maxMissed = 2
 )
-
-var castagnoli = crc32.MakeTable(crc32.Castagnoli)
 
 // The values of Event.What.
 const (
@@ -227,7 +225,7 @@ func (f *Feed) Read(ctx context.Context, file, number int64, to []byte) ([]uint3
 	}
 	sums := make([]uint32, sizes.CeilDiv(n, Block))
 	for i := range sums {
-		sums[i] = crc32.Checksum(to[i*Block:min(n, int64(i+1)*Block)], castagnoli)
+		sums[i] = crc32c.Sum(to[i*Block : min(n, int64(i+1)*Block)])
 	}
 	return sums, nil
 }

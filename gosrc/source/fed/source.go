@@ -4,13 +4,13 @@ package fed
 
 import (
 	"context"
-	"hash/crc32"
 	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
 
 	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/internal/crc32c"
 	"github.com/overwire/overwire/gosrc/source"
 )
 
@@ -331,7 +331,7 @@ func (s *Source) copyFrom(p *piece, to []byte, from int64, own *[]byte) bool {
 		} else {
 			copy(checked, shared)
 		}
-		if crc32.Checksum(checked, castagnoli) != p.sums[i] {
+		if crc32c.Sum(checked) != p.sums[i] {
 			if !p.bad.Swap(true) {
 				s.tell(Bad, p.number)
 			}

@@ -1,8 +1,8 @@
 //go:build !goexperiment.simd || !amd64 || scalar
 
-package codec
+package crc32c
 
-// Computes CRC-32C without AVX-512.
+// This file computes CRC-32C without AVX-512.
 
 import "hash/crc32"
 

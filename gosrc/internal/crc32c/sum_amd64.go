@@ -1,8 +1,8 @@
 //go:build goexperiment.simd && amd64 && !scalar
 
-package codec
+package crc32c
 
-// Computes CRC-32C with AVX-512 and carry-less multiplication.
+// This file computes CRC-32C with AVX-512 and carry-less multiplication.
 
 import (
 	"hash/crc32"
