@@ -243,13 +243,15 @@ def test_a_process_learns_which_pieces_its_node_has(monkeypatch: pytest.MonkeyPa
         await _take(one, "y", 5, has=[1])
         assert await take(one, "yy", {"a": (0, 9), "b": (0, 9)}, 0, 1) == ([0], [], [1])
         assert await take(one, "xx", {"a": (0, 4)}, 0, 6) == ([], [6], [0, 1, 2, 3])
-        found = (await one.take_work("xx", "x", 100, [("a", 0, 10)], [], [], {"a": (4, 9)}))[3]
-        assert found == [(("a", 4), ["ref4"], b"7", "x")]
+        found = (await one.take_work("xx", "x", 100, [], [], [], {"a": (4, 9)}))[3]
+        assert [(key, refs, sums, owner) for key, refs, sums, owner, _ in found] == [(("a", 4), ["ref4"], b"7", "x")]
         await one.drop([("a", 3)], "x")
         assert await take(one, "xx", {"a": (2, 9)}, 2) == ([], [], [2, 4])
         monkeypatch.setattr(rules, "LOCAL", 2)
-        assert await take(one, "xx", {"a": (0, 1 << 62)}, 0) == ([], [], [0, 1])
-        assert await take(one, "xx", {}, 0) == ([0], [], [])
+        assert await take(one, "xx", {"a": (0, 1 << 62)}, 0, 4) == ([], [], [0, 1, 4])
+        assert await take(one, "xx", {"a": (0, 9)}) == ([], [], [0, 1])
+        monkeypatch.setattr(rules, "POLL", 60)
+        assert await take(one, "xx", {}) == ([], [], [])
 
     asyncio.run(run())
 

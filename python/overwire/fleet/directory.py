@@ -40,6 +40,10 @@ LOCAL = 32
 Key = tuple[str, int]
 
 
+#: How a process gets a piece from Ray: (key, references, checksums, owner, seconds of the owner's read).
+Shared = tuple[Key, list[Any], bytes, str, float]
+
+
 class Piece:
     """A shared piece.
 
@@ -50,6 +54,9 @@ class Piece:
         self.refs, self.sums, self.process, self.node = refs, sums, process, node
         self.size, self.seconds = size, seconds
         self.nodes = {node}
+
+    def share(self, key: Key) -> Shared:
+        return key, self.refs, self.sums, self.process, self.seconds
 
 
 class Lease:
@@ -83,15 +90,15 @@ class Process:
 class Answer:
     """Tells a process how to get the pieces that it wants.
 
-    pieces: fetch these from Ray, as (key, reference, checksums, owner, seconds). reads: read these from the store, and
-    share them. stores: read these without sharing them. Other pieces are on their way. local: pieces that the
-    node already has, including some that were not requested, as (key, reference, checksums, owner)."""
+    pieces: fetch these from other nodes. reads: read these from the store, and share them. stores: read these without
+    sharing them. Other pieces are on their way. local: pieces that the node already has, including some that were not
+    requested."""
 
     def __init__(self) -> None:
-        self.pieces: list[tuple[Key, list[Any], bytes, str, float]] = []
+        self.pieces: list[Shared] = []
         self.reads: list[Key] = []
         self.stores: list[Key] = []
-        self.local: list[tuple[Key, list[Any], bytes, str]] = []
+        self.local: list[Shared] = []
 
     def has_work(self) -> bool:
         """Returns whether the process can do anything with this answer."""
@@ -143,7 +150,8 @@ class Directory:
         self, process: str, node: str, room: int, wants: list[tuple[str, int, int]], reads: list[Key],
         has: list[Key], local: dict[str, tuple[int, int]],
     ) -> tuple[list[Any], list[Key], list[Key], list[Any]]:  # fmt: skip
-        """Waits until a process can do something about the pieces that it wants. Returns the fields of an Answer.
+        """Waits until a process can do something about the pieces that it wants, but not if it wants none. Returns the
+        fields of an Answer.
 
         room: the largest total size of the pieces that the node may share. wants: pieces as (name, number, size).
         reads: the leases of the process, which this renews. has: pieces that the node has received. local: maps an
@@ -176,21 +184,21 @@ class Directory:
             for key, *_ in answer.local:
                 one.wants.pop(key, None)
             self._find_work(one, now, answer)
-            if answer.has_work() or now >= began + POLL:
+            if answer.has_work() or not one.wants or now >= began + POLL:
                 return answer.pieces, answer.reads, answer.stores, answer.local
             try:
                 await asyncio.wait_for(one.change.wait(), min(one.pause, began + POLL - now))
             except asyncio.TimeoutError:
                 pass
 
-    def _list_local(self, name: str, first: int, end: int, node: str) -> list[tuple[Key, list[Any], bytes, str]]:
+    def _list_local(self, name: str, first: int, end: int, node: str) -> list[Shared]:
         # Lists the pieces from first to end - 1 of an object that a node has.
         pieces = []
         for key in [(name, number) for number in range(first, min(end, first + LOCAL))]:
             piece = self.pieces.get(key)
             if piece is not None and node in piece.nodes:
                 self.pieces.move_to_end(key)
-                pieces.append((key, piece.refs, piece.sums, piece.process))
+                pieces.append(piece.share(key))
         return pieces
 
     def _find_work(self, one: Process, now: float, answer: Answer) -> None:
@@ -201,7 +209,7 @@ class Directory:
             reading = self.readings[key[0]]
             if piece is not None:
                 self.pieces.move_to_end(key)
-                answer.pieces.append((key, piece.refs, piece.sums, piece.process, piece.seconds))
+                (answer.local if one.node in piece.nodes else answer.pieces).append(piece.share(key))
             elif now > max(since, reading.shared) + PATIENCE:
                 answer.stores.append(key)
             elif key in self.leases or count >= self._count_leases(key[0], one, now):

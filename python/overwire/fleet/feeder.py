@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from .._requests import FedEvent
 
 #: The namespace in Ray, and the name of the directory, which changes with its methods.
-NAMESPACE, DIRECTORY = "overwire", "directory-4"
+NAMESPACE, DIRECTORY = "overwire", "directory-5"
 
 # The number of threads that handle pieces, how many of them may read from the store at once, and the largest number of
 # pieces that the engine asks for before it reads them.
@@ -65,6 +65,8 @@ Piece = tuple[int, int]  # the numbers of a file and of one of its pieces
 
 def find_directory(ray: Any) -> Any:
     """Returns the cluster's directory. Starts it if there is none."""
+    with contextlib.suppress(ValueError):  # there is none
+        return ray.get_actor(DIRECTORY, namespace=NAMESPACE)
     ray.cloudpickle.register_pickle_by_value(directory)  # the actor needs no overwire
     try:
         kind = ray.remote(directory.Directory)
@@ -76,6 +78,14 @@ def find_directory(ray: Any) -> Any:
         ray.cloudpickle.unregister_pickle_by_value(directory)
 
 
+class Reading:
+    """How far an open object is read. count: the number of its pieces. newest: the last piece that the engine wanted.
+    end: the directory was asked which pieces below this number the node has."""
+
+    def __init__(self, count: int) -> None:
+        self.count, self.newest, self.end = count, -1, 0
+
+
 class Feeder:
     """The supplier of this process. ray: the module. piece: the size of a piece in bytes. room: the largest total size
     of the pieces that this node may share."""
@@ -84,13 +94,15 @@ class Feeder:
         self._ray, self._room = ray, room
         self._node: str = ray.get_runtime_context().get_node_id()
         self._process = f"{self._node} {secrets.token_hex(16)}"  # processes in containers may have the same number
-        self._directory = find_directory(ray)
+        self._directory: Any = None  # until a thread has found it, while the caller opens its objects
         self._patience = _START  # for the directory's next answer: a new actor starts in some seconds
         self._memory: dict[Piece, Any] = {}  # of the pieces that the engine uses
         self._owners: dict[Piece, str] = {}  # of all pieces that it has used
         self._local: dict[directory.Key, Callable[[FedEvent], None]] = {}  # answer with pieces of this node
-        self._covered: dict[str, int] = {}  # the directory has listed pieces below this number
-        self._window = max(1, min(directory.LOCAL, room // piece // 4))  # the size of the range in one question
+        self._readings: dict[str, Reading] = {}
+        # The size of the range in one question. The next range is requested when half of this one is wanted, so up to
+        # 1.5 ranges of an object are in use.
+        self._piece, self._range = piece, max(1, min(directory.LOCAL, room // piece // 4))
         self._asked: dict[Piece, FedEvent] = {}  # the engine's open questions
         self._busy: set[Piece] = set()  # questions that a thread is working on
         self._seconds = 0.0  # how long a slow read of a piece has recently taken
@@ -104,10 +116,14 @@ class Feeder:
         self._sources: dict[Piece, str] = {}  # the owners of the pieces that Ray fetches now
         self._said: set[str] = set()
         self._work: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._workers = 0
         self._feed = _verbs.feed_open(piece, max(1, min(_AHEAD, room // piece // 2)))
         atexit.register(self.stop)  # runs before Ray's own exit handler, which frees the memory of pieces
-        for run in (self._take_events, self._take_answers, *[self._take_work] * _PIECES):
-            start_thread(Thread(target=run, name="overwire-ray", daemon=True).start)
+        self._start_threads(self._take_events, self._take_answers)
+
+    def _start_threads(self, *functions: Callable[[], None]) -> None:
+        for function in functions:
+            start_thread(Thread(target=function, name="overwire-ray", daemon=True).start)
 
     def stop(self) -> None:
         """Makes the engine read only from stores. On return, the engine uses no memory of pieces."""
@@ -140,10 +156,18 @@ class Feeder:
                 wants = [(one["name"], one["piece"], one["bytes"]) for one in events
                          if one["what"] == "ask" and (one["file"], one["piece"]) in self._asked]  # fmt: skip
                 if wants:
-                    self._directory.add_wants.remote(self._process, wants)
                     self._todo.set()
+                    if self._directory is not None:
+                        self._directory.add_wants.remote(self._process, wants)
             except Exception as error:
                 self._say("pieces cannot be shared", error)
+
+    def _add_work(self, work: Callable[[], None]) -> None:
+        # Most processes find all pieces on their node, and need no threads for work.
+        self._work.put(work)
+        with self._lock:
+            count, self._workers = _PIECES - self._workers, _PIECES
+        self._start_threads(*[self._take_work] * count)
 
     def _take_work(self) -> None:
         while True:
@@ -156,6 +180,10 @@ class Feeder:
             local = self._local.get(key)
             if what == "ask":
                 self._asked[piece] = event
+                reading = self._readings.setdefault(event["name"], Reading(-(-event["size"] // self._piece)))
+                reading.newest = max(reading.newest, event["piece"])
+                if reading.newest >= reading.end - self._range // 2:
+                    self._todo.set()
             elif what == "free":
                 self._memory.pop(piece, None)
                 self._local.pop(key, None)
@@ -166,7 +194,7 @@ class Feeder:
                 self._local.pop(key, None)
             else:
                 self._local = {one: local for one, local in self._local.items() if one[0] != event["name"]}
-                self._covered.pop(event["name"], None)
+                self._readings.pop(event["name"], None)
                 self._sources = {key: one for key, one in self._sources.items() if key[0] != file}
                 self._asked = {key: one for key, one in self._asked.items() if key[0] != file}
                 self._memory = {key: one for key, one in self._memory.items() if key[0] != file}
@@ -184,7 +212,7 @@ class Feeder:
             self._say(f"pieces of {event['uri']} do not arrive in time", "no more of them are requested")
         if what not in ("ask", "free", "bad"):
             self._start_fetches()
-        if what in ("alone", "close"):
+        if what in ("alone", "close") and self._directory is not None:
             self._directory.leave.remote(event["name"], self._node)
 
     def _drop_piece(self, key: directory.Key, owner: str | None) -> None:
@@ -199,34 +227,43 @@ class Feeder:
     def _take_answers(self) -> None:
         # Asks the directory as long as the engine has questions or this process has leases. Connects to it before there
         # are any, because a process's first call to Ray takes long.
+        try:
+            self._directory = find_directory(self._ray)
+        except Exception as error:
+            self._say("the directory cannot be started", error)
+            self.stop()
+            return
         self._note_alive()
         while not self._is_over:
             with self._lock:
                 wants = [one for piece, one in self._asked.items() if piece not in self._busy]
-                leases, has, local = list(self._leases), self._has, self._find_uncovered(wants)
+                leases, has, ranges = list(self._leases), self._has, self._choose_ranges(wants)
                 self._has = []
-                if not (wants or leases or has):
+                if not (wants or ranges):
                     self._todo.clear()
-            if not (wants or leases or has):
+            if not (wants or leases or has or ranges):
                 if not self._todo.wait(_BEAT):
                     with self._lock:  # what is known about objects that are still open may be outdated
-                        self._local, self._covered = {}, {}
+                        self._local, self._readings = {}, {}
                     self._note_alive()
                 continue
             try:
                 keys = [(one["name"], one["piece"], one["bytes"]) for one in wants]
-                work = self._directory.take_work.remote(self._process, self._node, self._room, keys, leases, has, local)
-                pieces, reads, stores, own = self._ray.get(work, timeout=self._patience)
+                work = self._directory.take_work.remote(
+                    self._process, self._node, self._room, keys, leases, has, ranges
+                )  # fmt: skip
+                pieces, reads, stores, local = self._ray.get(work, timeout=self._patience)
                 self._patience = _PATIENCE
             except Exception as error:
                 self._say("the directory does not answer", error)
                 self._patience = _PATIENCE
+                with self._lock:
+                    self._readings = {}
                 for one in wants:
                     self._answer_question(one)
                 self._find_again()
                 continue
-            self._take_local(local, own)
-            for key, refs, sums, owner, seconds in pieces:
+            for key, refs, sums, owner, seconds in pieces + self._take_local(local):
                 fetch = partial(self._fetch_piece, refs=refs, sums=sums, owner=owner, seconds=seconds)
                 self._start_work(key, fetch, True)
             for key in reads:
@@ -237,39 +274,42 @@ class Feeder:
             for key in stores:
                 self._start_work(key, self._decline_piece, True)
             self._extend_waits()
+            if not (wants or ranges):
+                self._todo.wait(directory.POLL)
 
-    def _find_uncovered(self, wants: list[FedEvent]) -> dict[str, tuple[int, int]]:
-        # Returns a range of pieces for each object whose wanted pieces the directory has not yet been asked about. The
-        # range begins with the first such piece.
-        firsts: dict[str, int] = {}
-        for one in wants:
-            if one["piece"] >= self._covered.get(one["name"], 0):
-                firsts[one["name"]] = min(one["piece"], firsts.get(one["name"], one["piece"]))
-        return {name: (first, first + self._window) for name, first in firsts.items()}
+    def _choose_ranges(self, wants: list[FedEvent]) -> dict[str, tuple[int, int]]:
+        # Returns the range of pieces to ask for of each object of which the engine wants pieces that were in no range,
+        # or will want them soon. The caller holds the lock.
+        ranges = {}
+        for name, reading in self._readings.items():
+            numbers = (one["piece"] for one in wants if one["name"] == name and one["piece"] >= reading.end)
+            first = min(numbers, default=reading.end)
+            if first < min(reading.count, reading.newest + 1 + self._range // 2):
+                reading.end = first + self._range
+                ranges[name] = first, reading.end
+        return ranges
 
-    def _take_local(
-        self, ranges: dict[str, tuple[int, int]], pieces: list[tuple[directory.Key, list[Any], bytes, str]]
-    ) -> None:
+    def _take_local(self, pieces: list[directory.Shared]) -> list[directory.Shared]:
         # Gets the memory of pieces that are in this node's shared memory, and answers questions about them. The memory
-        # stays in use until the engine has used the piece or closed the object. Pieces without checksums are not used.
-        # If Ray has lost or moved a piece, all pieces of this answer are fetched like those of other nodes.
-        local: dict[directory.Key, Callable[[FedEvent], None]] = {}
+        # stays in use until the engine has used the piece or closed the object. If Ray has lost or moved one of them,
+        # returns them all, to be fetched like those of other nodes.
+        answers: dict[directory.Key, Callable[[FedEvent], None]] = {}
         try:
-            pieces = [one for one in pieces if one[2]]
-            memories = self._ray.get([one[1][0] for one in pieces], timeout=_LOCAL) if pieces else []
-            for (key, _, sums, owner), memory in zip(pieces, memories, strict=True):
-                local[key] = partial(self._answer_question, memory=memory, sums=sums, owner=owner)
+            memories = self._ray.get([refs[0] for _, refs, *_ in pieces], timeout=_LOCAL) if pieces else []
+            for (key, _, sums, owner, _), memory in zip(pieces, memories, strict=True):
+                if sums:  # the engine does not check a piece without checksums
+                    answers[key] = partial(self._answer_question, memory=memory, sums=sums, owner=owner)
         except Exception as error:  # the rest of the answer is used
             if not isinstance(error, self._ray.exceptions.RayError):
                 self._say("pieces of this node cannot be used", error, then="fetching them one by one instead")
+            return pieces
         with self._lock:
-            names = {one["name"] for one in self._asked.values()}  # their objects are open
-            self._covered.update((name, end) for name, (_, end) in ranges.items() if name in names)
-            self._local.update((key, one) for key, one in local.items() if key[0] in names)
-            answers = [(one, self._local[one["name"], one["piece"]]) for one in self._asked.values()
-                       if (one["name"], one["piece"]) in self._local]  # fmt: skip
-        for event, answer in answers:
+            self._local.update((key, one) for key, one in answers.items() if key[0] in self._readings)  # open objects
+            questions = [(one, self._local[one["name"], one["piece"]]) for one in self._asked.values()
+                         if (one["name"], one["piece"]) in self._local]  # fmt: skip
+        for event, answer in questions:
             self._run_work(answer, event)
+        return [one for one in pieces if not one[2]]
 
     def _note_alive(self) -> None:
         # A call after ray.shutdown() would start a new cluster. If the directory is lost, the next load notices it.
@@ -292,7 +332,7 @@ class Feeder:
             events = events if for_all else events[:1]
             self._busy.update((one["file"], one["piece"]) for one in events)
         for event in events:
-            self._work.put(partial(self._run_work, work, event))
+            self._add_work(partial(self._run_work, work, event))
         return bool(events)
 
     def _run_work(self, work: Callable[[FedEvent], object], event: FedEvent) -> None:
@@ -376,7 +416,7 @@ class Feeder:
             ref.future().add_done_callback(partial(self._end_fetch, use, event))
 
     def _end_fetch(self, use: Callable[[Any, FedEvent], None], event: FedEvent, future: Any) -> None:
-        self._work.put(partial(self._run_work, partial(use, future), event))
+        self._add_work(partial(self._run_work, partial(use, future), event))
         self._start_fetches((event["file"], event["piece"]))
 
     def _use_piece(self, future: Any, event: FedEvent, sums: bytes, owner: str) -> None:
