@@ -226,8 +226,8 @@ def test_each_piece_is_read_by_one_process() -> None:
 
 
 def test_a_process_learns_which_pieces_its_node_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process learns at once about all pieces of a range that its node has, including pieces that it has not
-    requested, up to a limit per object."""
+    """A process learns at once about all pieces of its node that it wants, and about those in a range that it does not
+    want yet, up to a limit."""
 
     async def take(one: Directory, process: str, local: dict[str, tuple[int, int]], *numbers: int) -> Any:
         wants = [("a", number, 10) for number in numbers]

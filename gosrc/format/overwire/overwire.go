@@ -57,9 +57,7 @@ const (
 	layoutAlias
 )
 
-var (
-	le = binary.LittleEndian
-)
+var le = binary.LittleEndian
 
 // Critical features. Readers of version 1.1 cannot decode them.
 const (

@@ -59,14 +59,12 @@ func Named(file, folders string, env map[string]string) Trust {
 }
 
 // A Client connects through the proxies of the environment. It uses HTTP/1.1 with one request at a time per connection.
-// The transport's limits must be set before the first request. It reads the certificate authorities before its first
-// TLS connection, because a folder of hundreds of certificates takes longer to read than an object takes to open. If
-// they cannot be read, https requests fail.
+// The transport's limits must be set before the first request. The client reads the certificate authorities before its
+// first TLS connection, because a folder of hundreds of certificates takes longer to read than an object takes to open.
+// If they cannot be read, https requests fail.
 type Client struct {
 	*http.Transport
-	trust     Trust
-	read      sync.Once
-	untrusted error
+	readRoots func() error // sets the transport's authorities; later calls return the error of the first
 }
 
 // New returns a client.
@@ -75,7 +73,14 @@ func New(s Settings) *Client {
 	one := new(http.Protocols)
 	one.SetHTTP1(true)
 	dialer := &net.Dialer{Timeout: s.Dial, KeepAlive: 15 * time.Second, ControlContext: checkDial}
-	return &Client{trust: s.Trust, Transport: &http.Transport{
+	readRoots := sync.OnceValue(func() error {
+		roots, err := s.Trust.Roots()
+		if secure.RootCAs = roots; err != nil {
+			secure.RootCAs = x509.NewCertPool() // rejects every certificate, including that of a proxy
+		}
+		return err
+	})
+	return &Client{readRoots: readRoots, Transport: &http.Transport{
 		Proxy: proxiesOf(s.Env), DialContext: dialer.DialContext, TLSClientConfig: secure, Protocols: one,
 		DisableCompression: true, IdleConnTimeout: 30 * time.Second,
 	}}
@@ -84,7 +89,7 @@ func New(s Settings) *Client {
 // RoundTrip sends one request and does not follow redirects. An untrusted certificate of the server or of a proxy gives
 // errs.ErrPermission.
 func (c *Client) RoundTrip(r *http.Request) (*http.Response, error) {
-	if err := c.readRoots(r); err != nil {
+	if err := c.prepareTLS(r); err != nil {
 		return nil, err
 	}
 	resp, err := c.Transport.RoundTrip(r)
@@ -96,22 +101,14 @@ func (c *Client) RoundTrip(r *http.Request) (*http.Response, error) {
 	return resp, err
 }
 
-// readRoots reads the certificate authorities if the request needs TLS. It returns an error if an https request fails
-// because they cannot be read.
-func (c *Client) readRoots(r *http.Request) error {
-	isSecure := r.URL.Scheme == "https"
-	if proxy, err := c.Proxy(r); !isSecure && (err != nil || proxy == nil || proxy.Scheme != "https") {
-		return nil
+// prepareTLS reads the certificate authorities if the request needs TLS. If they cannot be read, an https request gets
+// the error. An http request goes on, but no https proxy is trusted.
+func (c *Client) prepareTLS(r *http.Request) error {
+	if r.URL.Scheme == "https" {
+		return c.readRoots()
 	}
-	c.read.Do(func() {
-		roots, err := c.trust.Roots()
-		if c.untrusted = err; err != nil {
-			roots = x509.NewCertPool() // rejects every certificate, including that of a proxy
-		}
-		c.TLSClientConfig.RootCAs = roots
-	})
-	if isSecure {
-		return c.untrusted
+	if proxy, err := c.Proxy(r); err == nil && proxy != nil && proxy.Scheme == "https" {
+		_ = c.readRoots()
 	}
 	return nil
 }

@@ -157,7 +157,7 @@ func TestAuthoritiesAreReadForTLS(t *testing.T) {
 		}
 		client := New(Settings{Env: map[string]string{"http_proxy": c.proxy}, Trust: Trust{Files: []string{"/none.pem"}}})
 		for range 2 {
-			err = client.readRoots(&http.Request{URL: to})
+			err = client.prepareTLS(&http.Request{URL: to})
 			roots := client.TLSClientConfig.RootCAs
 			if errors.Is(err, errs.ErrNotFound) != c.isUntrusted || err != nil && !c.isUntrusted ||
 				(roots != nil) != c.isRead || roots != nil && !roots.Equal(x509.NewCertPool()) {

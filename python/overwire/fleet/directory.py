@@ -33,7 +33,7 @@ LEASES = 2
 #: reads faster than they do would let them wait for its link.
 AHEAD = 1
 
-#: The largest number of an object's pieces that one answer lists as already on the node.
+#: The largest number of pieces in a range that a process asks about.
 LOCAL = 32
 
 #: A piece: the name of the object's state, and the piece's number.
@@ -41,7 +41,7 @@ Key = tuple[str, int]
 
 
 #: How a process gets a piece from Ray: (key, references, checksums, owner, seconds of the owner's read).
-Shared = tuple[Key, list[Any], bytes, str, float]
+PieceRecord = tuple[Key, list[Any], bytes, str, float]
 
 
 class Piece:
@@ -55,7 +55,7 @@ class Piece:
         self.size, self.seconds = size, seconds
         self.nodes = {node}
 
-    def share(self, key: Key) -> Shared:
+    def describe(self, key: Key) -> PieceRecord:
         return key, self.refs, self.sums, self.process, self.seconds
 
 
@@ -95,10 +95,10 @@ class Answer:
     requested."""
 
     def __init__(self) -> None:
-        self.pieces: list[Shared] = []
+        self.pieces: list[PieceRecord] = []
         self.reads: list[Key] = []
         self.stores: list[Key] = []
-        self.local: list[Shared] = []
+        self.local: list[PieceRecord] = []
 
     def has_work(self) -> bool:
         """Returns whether the process can do anything with this answer."""
@@ -148,14 +148,14 @@ class Directory:
 
     async def take_work(
         self, process: str, node: str, room: int, wants: list[tuple[str, int, int]], reads: list[Key],
-        has: list[Key], local: dict[str, tuple[int, int]],
-    ) -> tuple[list[Any], list[Key], list[Key], list[Any]]:  # fmt: skip
-        """Waits until a process can do something about the pieces that it wants, but not if it wants none. Returns the
-        fields of an Answer.
+        has: list[Key], ranges: dict[str, tuple[int, int]],
+    ) -> tuple[list[PieceRecord], list[Key], list[Key], list[PieceRecord]]:  # fmt: skip
+        """Waits until the process can do something about the pieces that it wants. Returns at once if it wants none.
+        Returns the fields of an Answer.
 
         room: the largest total size of the pieces that the node may share. wants: pieces as (name, number, size).
-        reads: the leases of the process, which this renews. has: pieces that the node has received. local: maps an
-        object's name to a range of pieces. The answer lists those that the node has."""
+        reads: the leases of the process, which this renews. has: pieces that the node has received. ranges: maps
+        an object's name to a range of pieces. The answer lists those that the node has."""
         await self.note_alive(process)
         began = time.monotonic()
         one = self.processes.setdefault(process, Process(process))
@@ -170,7 +170,7 @@ class Directory:
         while True:
             one.change.clear()
             now = one.seen = time.monotonic()
-            for name in {name for name, _ in one.wants}:
+            for name in {name for name, _ in one.wants} | ranges.keys():
                 reading = self.readings.setdefault(name, Reading())
                 reading.nodes[node] = now
                 if room:
@@ -179,7 +179,7 @@ class Directory:
                     reading.shares.pop(node, None)
             self._end_old(now)
             answer = Answer()
-            for name, (first, end) in local.items():
+            for name, (first, end) in ranges.items():
                 answer.local += self._list_local(name, first, end, node)
             for key, *_ in answer.local:
                 one.wants.pop(key, None)
@@ -191,14 +191,14 @@ class Directory:
             except asyncio.TimeoutError:
                 pass
 
-    def _list_local(self, name: str, first: int, end: int, node: str) -> list[Shared]:
+    def _list_local(self, name: str, first: int, end: int, node: str) -> list[PieceRecord]:
         # Lists the pieces from first to end - 1 of an object that a node has.
         pieces = []
         for key in [(name, number) for number in range(first, min(end, first + LOCAL))]:
             piece = self.pieces.get(key)
             if piece is not None and node in piece.nodes:
                 self.pieces.move_to_end(key)
-                pieces.append(piece.share(key))
+                pieces.append(piece.describe(key))
         return pieces
 
     def _find_work(self, one: Process, now: float, answer: Answer) -> None:
@@ -209,7 +209,7 @@ class Directory:
             reading = self.readings[key[0]]
             if piece is not None:
                 self.pieces.move_to_end(key)
-                (answer.local if one.node in piece.nodes else answer.pieces).append(piece.share(key))
+                (answer.local if one.node in piece.nodes else answer.pieces).append(piece.describe(key))
             elif now > max(since, reading.shared) + PATIENCE:
                 answer.stores.append(key)
             elif key in self.leases or count >= self._count_leases(key[0], one, now):

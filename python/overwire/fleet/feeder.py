@@ -64,9 +64,12 @@ Piece = tuple[int, int]  # the numbers of a file and of one of its pieces
 
 
 def find_directory(ray: Any) -> Any:
-    """Returns the cluster's directory. Starts it if there is none."""
+    """Returns the cluster's directory. Starts it if there is none. Raises RuntimeError if the process is not connected:
+    Ray would start a new cluster."""
+    if not ray.is_initialized():
+        raise RuntimeError("the process is not connected to a Ray cluster")
     with contextlib.suppress(ValueError):  # there is none
-        return ray.get_actor(DIRECTORY, namespace=NAMESPACE)
+        return ray.get_actor(DIRECTORY, namespace=NAMESPACE)  # faster than `get_if_exists`, which pickles the class
     ray.cloudpickle.register_pickle_by_value(directory)  # the actor needs no overwire
     try:
         kind = ray.remote(directory.Directory)
@@ -78,12 +81,12 @@ def find_directory(ray: Any) -> Any:
         ray.cloudpickle.unregister_pickle_by_value(directory)
 
 
-class Reading:
-    """How far an open object is read. count: the number of its pieces. newest: the last piece that the engine wanted.
-    end: the directory was asked which pieces below this number the node has."""
+class ReadProgress:
+    """How far an open object is read. count: the number of its pieces. last_wanted: the highest piece that the engine has
+    asked for. end: where the last range that the directory was asked about ended."""
 
     def __init__(self, count: int) -> None:
-        self.count, self.newest, self.end = count, -1, 0
+        self.count, self.last_wanted, self.end = count, -1, 0
 
 
 class Feeder:
@@ -94,15 +97,15 @@ class Feeder:
         self._ray, self._room = ray, room
         self._node: str = ray.get_runtime_context().get_node_id()
         self._process = f"{self._node} {secrets.token_hex(16)}"  # processes in containers may have the same number
-        self._directory: Any = None  # until a thread has found it, while the caller opens its objects
+        self._directory: Any = None  # until `_take_answers` has found it
         self._patience = _START  # for the directory's next answer: a new actor starts in some seconds
         self._memory: dict[Piece, Any] = {}  # of the pieces that the engine uses
         self._owners: dict[Piece, str] = {}  # of all pieces that it has used
         self._local: dict[directory.Key, Callable[[FedEvent], None]] = {}  # answer with pieces of this node
-        self._readings: dict[str, Reading] = {}
-        # The size of the range in one question. The next range is requested when half of this one is wanted, so up to
-        # 1.5 ranges of an object are in use.
-        self._piece, self._range = piece, max(1, min(directory.LOCAL, room // piece // 4))
+        self._progress: dict[str, ReadProgress] = {}  # of open objects
+        # How many pieces of an object one call asks about before they are wanted. The next range is requested when half
+        # of the last one is wanted, so listed pieces reach up to 1.5 ranges beyond the last wanted one.
+        self._piece_bytes, self._range_pieces = piece, max(1, min(directory.LOCAL, room // piece // 4))
         self._asked: dict[Piece, FedEvent] = {}  # the engine's open questions
         self._busy: set[Piece] = set()  # questions that a thread is working on
         self._seconds = 0.0  # how long a slow read of a piece has recently taken
@@ -116,7 +119,7 @@ class Feeder:
         self._sources: dict[Piece, str] = {}  # the owners of the pieces that Ray fetches now
         self._said: set[str] = set()
         self._work: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        self._workers = 0
+        self._has_workers = False
         self._feed = _verbs.feed_open(piece, max(1, min(_AHEAD, room // piece // 2)))
         atexit.register(self.stop)  # runs before Ray's own exit handler, which frees the memory of pieces
         self._start_threads(self._take_events, self._take_answers)
@@ -155,19 +158,19 @@ class Feeder:
                     self._handle(event)
                 wants = [(one["name"], one["piece"], one["bytes"]) for one in events
                          if one["what"] == "ask" and (one["file"], one["piece"]) in self._asked]  # fmt: skip
-                if wants:
-                    self._todo.set()
-                    if self._directory is not None:
-                        self._directory.add_wants.remote(self._process, wants)
+                if wants and self._directory is not None:
+                    self._directory.add_wants.remote(self._process, wants)
             except Exception as error:
                 self._say("pieces cannot be shared", error)
 
     def _add_work(self, work: Callable[[], None]) -> None:
-        # Most processes find all pieces on their node, and need no threads for work.
+        # Starts the threads with the first work. A process that finds all pieces on its node needs none.
         self._work.put(work)
         with self._lock:
-            count, self._workers = _PIECES - self._workers, _PIECES
-        self._start_threads(*[self._take_work] * count)
+            is_first, self._has_workers = not self._has_workers, True
+        if is_first:
+            with after_error(self.stop):
+                self._start_threads(*[self._take_work] * _PIECES)
 
     def _take_work(self) -> None:
         while True:
@@ -180,10 +183,10 @@ class Feeder:
             local = self._local.get(key)
             if what == "ask":
                 self._asked[piece] = event
-                reading = self._readings.setdefault(event["name"], Reading(-(-event["size"] // self._piece)))
-                reading.newest = max(reading.newest, event["piece"])
-                if reading.newest >= reading.end - self._range // 2:
-                    self._todo.set()
+                count = -(-event["size"] // self._piece_bytes)
+                progress = self._progress.setdefault(event["name"], ReadProgress(count))
+                progress.last_wanted = max(progress.last_wanted, event["piece"])
+                self._todo.set()
             elif what == "free":
                 self._memory.pop(piece, None)
                 self._local.pop(key, None)
@@ -194,7 +197,7 @@ class Feeder:
                 self._local.pop(key, None)
             else:
                 self._local = {one: local for one, local in self._local.items() if one[0] != event["name"]}
-                self._readings.pop(event["name"], None)
+                self._progress.pop(event["name"], None)
                 self._sources = {key: one for key, one in self._sources.items() if key[0] != file}
                 self._asked = {key: one for key, one in self._asked.items() if key[0] != file}
                 self._memory = {key: one for key, one in self._memory.items() if key[0] != file}
@@ -225,91 +228,88 @@ class Feeder:
             self._directory.drop.remote([key], owner)
 
     def _take_answers(self) -> None:
-        # Asks the directory as long as the engine has questions or this process has leases. Connects to it before there
-        # are any, because a process's first call to Ray takes long.
+        # Finds the directory before the first question, because a process's first call to Ray takes long. Then calls it
+        # while there are questions, ranges or leases.
         try:
             self._directory = find_directory(self._ray)
+            self._note_alive()
+            while not self._is_over:
+                self._take_answer()
         except Exception as error:
-            self._say("the directory cannot be started", error)
+            self._say("pieces cannot be shared", error)
             self.stop()
-            return
-        self._note_alive()
-        while not self._is_over:
-            with self._lock:
-                wants = [one for piece, one in self._asked.items() if piece not in self._busy]
-                leases, has, ranges = list(self._leases), self._has, self._choose_ranges(wants)
-                self._has = []
-                if not (wants or ranges):
-                    self._todo.clear()
-            if not (wants or leases or has or ranges):
-                if not self._todo.wait(_BEAT):
-                    with self._lock:  # what is known about objects that are still open may be outdated
-                        self._local, self._readings = {}, {}
-                    self._note_alive()
-                continue
-            try:
-                keys = [(one["name"], one["piece"], one["bytes"]) for one in wants]
-                work = self._directory.take_work.remote(
-                    self._process, self._node, self._room, keys, leases, has, ranges
-                )  # fmt: skip
-                pieces, reads, stores, local = self._ray.get(work, timeout=self._patience)
-                self._patience = _PATIENCE
-            except Exception as error:
-                self._say("the directory does not answer", error)
-                self._patience = _PATIENCE
-                with self._lock:
-                    self._readings = {}
-                for one in wants:
-                    self._answer_question(one)
-                self._find_again()
-                continue
-            for key, refs, sums, owner, seconds in pieces + self._take_local(local):
-                fetch = partial(self._fetch_piece, refs=refs, sums=sums, owner=owner, seconds=seconds)
-                self._start_work(key, fetch, True)
-            for key in reads:
-                with self._lock:
-                    self._leases.add(key)
-                if not self._start_work(key, self._read_piece, False):
-                    self._end_lease(key)
-            for key in stores:
-                self._start_work(key, self._decline_piece, True)
-            self._extend_waits()
+
+    def _take_answer(self) -> None:
+        with self._lock:
+            wants = [one for piece, one in self._asked.items() if piece not in self._busy]
+            ranges = {} if wants else self._choose_range()  # wanted pieces come first
+            leases, has, self._has = list(self._leases), self._has, []
             if not (wants or ranges):
-                self._todo.wait(directory.POLL)
+                self._todo.clear()
+        if not (wants or leases or has or ranges):
+            if not self._todo.wait(_BEAT):
+                with self._lock:  # what is known about objects that are still open may be outdated
+                    self._local = {}
+                self._note_alive()
+            return
+        try:
+            keys = [(one["name"], one["piece"], one["bytes"]) for one in wants]
+            work = self._directory.take_work.remote(self._process, self._node, self._room, keys, leases, has, ranges)
+            pieces, reads, stores, local = self._ray.get(work, timeout=self._patience)
+            self._patience = _PATIENCE
+        except Exception as error:
+            self._say("the directory does not answer", error)
+            self._patience = _PATIENCE
+            for one in wants:
+                self._answer_question(one)
+            self._find_again()
+            return
+        for key, refs, sums, owner, seconds in pieces + self._use_local_pieces(local):
+            fetch = partial(self._fetch_piece, refs=refs, sums=sums, owner=owner, seconds=seconds)
+            self._start_work(key, fetch, True)
+        for key in reads:
+            with self._lock:
+                self._leases.add(key)
+            if not self._start_work(key, self._read_piece, False):
+                self._end_lease(key)
+        for key in stores:
+            self._start_work(key, self._decline_piece, True)
+        self._extend_waits()
+        if not (wants or ranges):
+            self._todo.wait(directory.POLL)
 
-    def _choose_ranges(self, wants: list[FedEvent]) -> dict[str, tuple[int, int]]:
-        # Returns the range of pieces to ask for of each object of which the engine wants pieces that were in no range,
-        # or will want them soon. The caller holds the lock.
-        ranges = {}
-        for name, reading in self._readings.items():
-            numbers = (one["piece"] for one in wants if one["name"] == name and one["piece"] >= reading.end)
-            first = min(numbers, default=reading.end)
-            if first < min(reading.count, reading.newest + 1 + self._range // 2):
-                reading.end = first + self._range
-                ranges[name] = first, reading.end
-        return ranges
+    def _choose_range(self) -> dict[str, tuple[int, int]]:
+        # Chooses and records the next range of an object whose last range is used up, or soon will be. The caller holds
+        # the lock.
+        for name, progress in self._progress.items():
+            first = max(progress.end, progress.last_wanted + 1)
+            if first < min(progress.count, progress.last_wanted + 1 + self._range_pieces // 2):
+                progress.end = first + self._range_pieces
+                return {name: (first, progress.end)}
+        return {}
 
-    def _take_local(self, pieces: list[directory.Shared]) -> list[directory.Shared]:
+    def _use_local_pieces(self, pieces: list[directory.PieceRecord]) -> list[directory.PieceRecord]:
         # Gets the memory of pieces that are in this node's shared memory, and answers questions about them. The memory
-        # stays in use until the engine has used the piece or closed the object. If Ray has lost or moved one of them,
-        # returns them all, to be fetched like those of other nodes.
+        # stays in use until the engine has used the piece or closed the object. The engine reads the store for pieces
+        # without checksums. If Ray has lost or moved a piece, returns all pieces, to be fetched like those of other nodes.
         answers: dict[directory.Key, Callable[[FedEvent], None]] = {}
         try:
             memories = self._ray.get([refs[0] for _, refs, *_ in pieces], timeout=_LOCAL) if pieces else []
             for (key, _, sums, owner, _), memory in zip(pieces, memories, strict=True):
-                if sums:  # the engine does not check a piece without checksums
-                    answers[key] = partial(self._answer_question, memory=memory, sums=sums, owner=owner)
+                memory = memory if sums else None
+                answers[key] = partial(self._answer_question, memory=memory, sums=sums, owner=owner)
         except Exception as error:  # the rest of the answer is used
             if not isinstance(error, self._ray.exceptions.RayError):
                 self._say("pieces of this node cannot be used", error, then="fetching them one by one instead")
             return pieces
         with self._lock:
-            self._local.update((key, one) for key, one in answers.items() if key[0] in self._readings)  # open objects
-            questions = [(one, self._local[one["name"], one["piece"]]) for one in self._asked.values()
-                         if (one["name"], one["piece"]) in self._local]  # fmt: skip
+            self._local.update((key, one) for key, one in answers.items()
+                               if key[0] in self._progress and key[1] > self._progress[key[0]].last_wanted)  # fmt: skip
+            questions = [(one, answers[one["name"], one["piece"]]) for one in self._asked.values()
+                         if (one["name"], one["piece"]) in answers]  # fmt: skip
         for event, answer in questions:
             self._run_work(answer, event)
-        return [one for one in pieces if not one[2]]
+        return []
 
     def _note_alive(self) -> None:
         # A call after ray.shutdown() would start a new cluster. If the directory is lost, the next load notices it.
