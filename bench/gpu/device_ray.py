@@ -5,10 +5,10 @@
 
 One raylet and one HTTP server (`overwire serve`) run on this host. A first replica loads the model from the server and
 keeps its pieces. The other replicas are fresh processes. Each has imported torch, created the CUDA context and called
-Ray once, and loads the model twice: from the server through Ray, or from the file in /dev/shm. The two kinds alternate,
-and digests of the tensors are compared after each load. "read" is the number of bytes that passed over the loopback
-interface during a load through Ray, divided by the size of the file. It includes Ray's own messages. Needs Ray, and
-memory for the file, Ray's copy of it, and the tensors.
+Ray once, and loads the model twice from one source: the server through Ray, or the file in /dev/shm. The two kinds
+alternate, and digests of the tensors are compared after each load. "read" is the number of bytes that passed over the
+loopback interface during a load through Ray, divided by the size of the file. It includes Ray's own messages. Needs
+Ray, and memory for the file, Ray's copy of it, and the tensors.
 """
 
 from __future__ import annotations

@@ -42,8 +42,8 @@ class Node:
         for number in range(COUNT):
             self.directory.pieces["N", number] = directory.Piece(["ref"], b"sums", "owner", "node", 1, 0.1)
         engine = {
-            "feed_open": lambda *_: 1, "feed_next": self._next_events, "feed_answer": self._take, "feed_close": self._close,
-            "feed_wait": lambda *_: None,
+            "feed_open": lambda *_: 1, "feed_next": self._next_events, "feed_answer": self._take,
+            "feed_close": self._close, "feed_wait": lambda *_: None,
         }  # fmt: skip
         for name, function in engine.items():
             monkeypatch.setattr(feeder._verbs, name, function)
@@ -95,8 +95,8 @@ class Node:
         self._is_closed = True
 
     def tell(self, what: str, *pieces: int, file: int = 1) -> None:
-        self._events.put([{"what": what, "file": file, "name": "N", "uri": "u", "size": COUNT, "piece": piece, "bytes": 1}
-                          for piece in pieces])  # fmt: skip
+        common = {"what": what, "file": file, "name": "N", "uri": "u", "size": COUNT, "bytes": 1}
+        self._events.put([{**common, "piece": piece} for piece in pieces])
 
     def count(self, method: str) -> int:
         return sum(1 for name, *_ in self.calls if name == method)

@@ -55,7 +55,7 @@ class Piece:
         self.size, self.seconds = size, seconds
         self.nodes = {node}
 
-    def describe(self, key: Key) -> PieceRecord:
+    def to_record(self, key: Key) -> PieceRecord:
         return key, self.refs, self.sums, self.process, self.seconds
 
 
@@ -198,7 +198,7 @@ class Directory:
             piece = self.pieces.get(key)
             if piece is not None and node in piece.nodes:
                 self.pieces.move_to_end(key)
-                pieces.append(piece.describe(key))
+                pieces.append(piece.to_record(key))
         return pieces
 
     def _find_work(self, one: Process, now: float, answer: Answer) -> None:
@@ -209,7 +209,7 @@ class Directory:
             reading = self.readings[key[0]]
             if piece is not None:
                 self.pieces.move_to_end(key)
-                (answer.local if one.node in piece.nodes else answer.pieces).append(piece.describe(key))
+                (answer.local if one.node in piece.nodes else answer.pieces).append(piece.to_record(key))
             elif now > max(since, reading.shared) + PATIENCE:
                 answer.stores.append(key)
             elif key in self.leases or count >= self._count_leases(key[0], one, now):

@@ -82,8 +82,8 @@ def find_directory(ray: Any) -> Any:
 
 
 class ReadProgress:
-    """How far an open object is read. count: the number of its pieces. last_wanted: the highest piece that the engine has
-    asked for. end: where the last range that the directory was asked about ended."""
+    """How far an open object is read. count: the number of its pieces. last_wanted: the highest piece that the engine
+    has asked for. end: where the last range that the directory was asked about ended."""
 
     def __init__(self, count: int) -> None:
         self.count, self.last_wanted, self.end = count, -1, 0
@@ -291,7 +291,8 @@ class Feeder:
     def _use_local_pieces(self, pieces: list[directory.PieceRecord]) -> list[directory.PieceRecord]:
         # Gets the memory of pieces that are in this node's shared memory, and answers questions about them. The memory
         # stays in use until the engine has used the piece or closed the object. The engine reads the store for pieces
-        # without checksums. If Ray has lost or moved a piece, returns all pieces, to be fetched like those of other nodes.
+        # without checksums. If Ray has lost or moved a piece, returns all pieces, to be fetched like those of other
+        # nodes.
         answers: dict[directory.Key, Callable[[FedEvent], None]] = {}
         try:
             memories = self._ray.get([refs[0] for _, refs, *_ in pieces], timeout=_LOCAL) if pieces else []
