@@ -39,7 +39,6 @@ LOCAL = 32
 #: A piece: the name of the object's state, and the piece's number.
 Key = tuple[str, int]
 
-
 #: How a process gets a piece from Ray: (key, references, checksums, owner, seconds of the owner's read).
 PieceRecord = tuple[Key, list[Any], bytes, str, float]
 
