@@ -63,8 +63,8 @@ def _random_tensor(rng: random.Random, source: torch.Generator, dtype: torch.dty
 
 
 def version(tensors: Tensors, number: int) -> Tensors:
-    """Returns tensors with the same names, dtypes, shapes and ties. Every non-empty tensor has other values, except that
-    bool tensors of two even or two odd versions are equal."""
+    """Returns tensors with the same names, dtypes, shapes and ties. Every non-empty tensor has other values, except
+    that bool tensors of two even or two odd versions are equal."""
     source = torch.Generator().manual_seed(number)
     changed: Tensors = {}
     ties: dict[int, torch.Tensor] = {}
